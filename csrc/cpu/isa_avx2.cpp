@@ -1,0 +1,33 @@
+// The kernels for AVX2. Standard headers come before the target is raised, so that no inline function of theirs is
+// compiled for it and then shared with code that must run elsewhere.
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "cpu/args.h"
+#include "cpu/scratch.h"
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#endif
+
+#define SPECDEC_ISA avx2
+#define SPECDEC_VECTOR_BYTES 32
+#include "cpu/kernels.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace specdec {
+const Kernels kernels_avx2 = SPECDEC_KERNELS;
+}
+#endif

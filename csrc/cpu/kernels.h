@@ -1,0 +1,13 @@
+// All kernels of one instruction set, and the table of them.
+#pragma once
+
+#include "cpu/filter_probs_kernel.h"
+#include "cpu/nucleus_kernel.h"
+#include "cpu/sample_kernel.h"
+#include "cpu/verify_chain_kernel.h"
+
+#define SPECDEC_KERNELS                                                                           \
+  {                                                                                               \
+    SPECDEC_ISA::nucleus, SPECDEC_ISA::filter_probs, SPECDEC_ISA::sample, SPECDEC_ISA::verify_request, \
+        SPECDEC_ISA::verify_row, SPECDEC_ISA::verify_finish                                        \
+  }

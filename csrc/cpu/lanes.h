@@ -1,0 +1,246 @@
+// Sixteen lanes of float or int32 in native vectors of the instruction set being compiled. Results do not depend on the
+// native width: every operation is lane by lane, and a reduction over lanes has one order.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "core/config.h"
+#include "core/numerics.h"
+
+#ifndef SPECDEC_VECTOR_BYTES
+#define SPECDEC_VECTOR_BYTES 16
+#endif
+
+namespace specdec::SPECDEC_ISA {
+
+constexpr int kLanes = 16;
+constexpr int kNative = SPECDEC_VECTOR_BYTES / 4;
+constexpr int kParts = kLanes / kNative;
+
+typedef float NativeF __attribute__((vector_size(SPECDEC_VECTOR_BYTES)));
+typedef int32_t NativeI __attribute__((vector_size(SPECDEC_VECTOR_BYTES)));
+typedef uint16_t NativeU16 __attribute__((vector_size(SPECDEC_VECTOR_BYTES / 2)));
+
+#define SPECDEC_EACH for (int l = 0; l < kParts; ++l)
+
+struct LanesI {
+  NativeI v[kParts];
+  LanesI() = default;
+  SPECDEC_HD LanesI(int32_t x) {
+    SPECDEC_EACH v[l] = NativeI{} + x;
+  }
+};
+
+struct LanesF {
+  NativeF v[kParts];
+  LanesF() = default;
+  SPECDEC_HD LanesF(float x) {
+    SPECDEC_EACH v[l] = NativeF{} + x;
+  }
+};
+
+// Comparison result: all bits of a lane set or clear.
+struct LanesM {
+  NativeI v[kParts];
+};
+
+#define SPECDEC_LANES_BINARY(op)                                 \
+  SPECDEC_HD LanesF operator op(const LanesF& a, const LanesF& b) { \
+    LanesF r;                                                    \
+    SPECDEC_EACH r.v[l] = a.v[l] op b.v[l];                      \
+    return r;                                                    \
+  }
+SPECDEC_LANES_BINARY(+)
+SPECDEC_LANES_BINARY(-)
+SPECDEC_LANES_BINARY(*)
+SPECDEC_LANES_BINARY(/)
+#undef SPECDEC_LANES_BINARY
+
+#define SPECDEC_LANES_COMPARE(op)                                \
+  SPECDEC_HD LanesM operator op(const LanesF& a, const LanesF& b) { \
+    LanesM r;                                                    \
+    SPECDEC_EACH r.v[l] = a.v[l] op b.v[l];                      \
+    return r;                                                    \
+  }
+SPECDEC_LANES_COMPARE(>)
+SPECDEC_LANES_COMPARE(>=)
+SPECDEC_LANES_COMPARE(==)
+SPECDEC_LANES_COMPARE(!=)
+#undef SPECDEC_LANES_COMPARE
+
+SPECDEC_HD LanesI operator+(const LanesI& a, const LanesI& b) {
+  LanesI r;
+  SPECDEC_EACH r.v[l] = a.v[l] + b.v[l];
+  return r;
+}
+SPECDEC_HD LanesI operator-(const LanesI& a, const LanesI& b) {
+  LanesI r;
+  SPECDEC_EACH r.v[l] = a.v[l] - b.v[l];
+  return r;
+}
+SPECDEC_HD LanesM operator|(const LanesM& a, const LanesM& b) {
+  LanesM r;
+  SPECDEC_EACH r.v[l] = a.v[l] | b.v[l];
+  return r;
+}
+SPECDEC_HD LanesM operator&(const LanesM& a, const LanesM& b) {
+  LanesM r;
+  SPECDEC_EACH r.v[l] = a.v[l] & b.v[l];
+  return r;
+}
+
+SPECDEC_HD LanesF select(const LanesM& m, const LanesF& a, const LanesF& b) {
+  LanesF r;
+  SPECDEC_EACH r.v[l] = m.v[l] ? a.v[l] : b.v[l];
+  return r;
+}
+SPECDEC_HD LanesI as_int(const LanesF& a) {
+  LanesI r;
+  SPECDEC_EACH r.v[l] = (NativeI)a.v[l];
+  return r;
+}
+SPECDEC_HD LanesF as_float(const LanesI& a) {
+  LanesF r;
+  SPECDEC_EACH r.v[l] = (NativeF)a.v[l];
+  return r;
+}
+SPECDEC_HD LanesI shift_left(const LanesI& a, int n) {
+  LanesI r;
+  SPECDEC_EACH r.v[l] = a.v[l] << n;
+  return r;
+}
+SPECDEC_HD LanesI shift_right(const LanesI& a, int n) {
+  LanesI r;
+  SPECDEC_EACH r.v[l] = a.v[l] >> n;
+  return r;
+}
+SPECDEC_HD LanesF to_float(const LanesI& a) {
+  LanesF r;
+  SPECDEC_EACH r.v[l] = __builtin_convertvector(a.v[l], NativeF);
+  return r;
+}
+SPECDEC_HD LanesI to_int(const LanesF& a) {
+  LanesI r;
+  SPECDEC_EACH r.v[l] = __builtin_convertvector(a.v[l], NativeI);
+  return r;
+}
+
+// The larger of the two; b where a is NaN.
+SPECDEC_HD LanesF larger(const LanesF& a, const LanesF& b) { return select(a > b, a, b); }
+
+SPECDEC_HD LanesF load(const float* p) {
+  LanesF r;
+  SPECDEC_EACH std::memcpy(&r.v[l], p + l * kNative, sizeof(NativeF));
+  return r;
+}
+SPECDEC_HD void store(float* p, const LanesF& a) { SPECDEC_EACH std::memcpy(p + l * kNative, &a.v[l], sizeof(NativeF)); }
+SPECDEC_HD void store(int32_t* p, const LanesI& a) {
+  SPECDEC_EACH std::memcpy(p + l * kNative, &a.v[l], sizeof(NativeI));
+}
+
+// The two operations that vector types cannot say: a mask as bits (lane 0 lowest), and the masked lanes moved together.
+#if SPECDEC_VECTOR_BYTES == 64
+SPECDEC_HD uint32_t bits(const LanesM& m) { return _mm512_movepi32_mask((__m512i)m.v[0]); }
+SPECDEC_HD void compress(float* out, const LanesF& a, uint32_t mask) {
+  _mm512_storeu_ps(out, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), (__m512)a.v[0]));
+}
+#else
+#if SPECDEC_VECTOR_BYTES == 32
+SPECDEC_HD uint32_t bits(const LanesM& m) {
+  return _mm256_movemask_ps((__m256)m.v[0]) | static_cast<uint32_t>(_mm256_movemask_ps((__m256)m.v[1])) << 8;
+}
+#elif defined(__SSE2__)
+SPECDEC_HD uint32_t bits(const LanesM& m) {
+  uint32_t r = 0;
+  SPECDEC_EACH r |= static_cast<uint32_t>(_mm_movemask_ps((__m128)m.v[l])) << (l * kNative);
+  return r;
+}
+#else
+SPECDEC_HD uint32_t bits(const LanesM& m) {
+  int32_t x[kLanes];
+  SPECDEC_EACH std::memcpy(x + l * kNative, &m.v[l], sizeof(NativeI));
+  uint32_t r = 0;
+  for (int i = 0; i < kLanes; ++i) r |= static_cast<uint32_t>(x[i] & 1) << i;
+  return r;
+}
+#endif
+SPECDEC_HD void compress(float* out, const LanesF& a, uint32_t mask) {
+  float x[kLanes];
+  store(x, a);
+  for (; mask; mask &= mask - 1) *out++ = x[__builtin_ctz(mask)];
+}
+#endif
+
+SPECDEC_HD bool any(const LanesM& m) {
+  LanesM o = m;
+  for (int l = 1; l < kParts; ++l) o.v[0] |= m.v[l];
+  for (int l = 1; l < kParts; ++l) o.v[l] = o.v[0];
+  return bits(o) != 0;
+}
+
+SPECDEC_HD float horizontal_max(const LanesF& a) {
+  float x[kLanes];
+  store(x, a);
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) x[i] = x[i] > x[i + n] ? x[i] : x[i + n];
+  return x[0];
+}
+SPECDEC_HD float horizontal_sum(const LanesF& a) {
+  float x[kLanes];
+  store(x, a);
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) x[i] = x[i] + x[i + n];
+  return x[0];
+}
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+SPECDEC_HD LanesI load_u16(const void* p) {
+  LanesI r;
+  SPECDEC_EACH {
+    NativeU16 h;
+    std::memcpy(&h, static_cast<const char*>(p) + l * sizeof h, sizeof h);
+    r.v[l] = __builtin_convertvector(h, NativeI);
+  }
+  return r;
+}
+SPECDEC_HD LanesF load(const BFloat16* p) { return as_float(shift_left(load_u16(p), 16)); }
+
+// IEEE half to float without the F16C instruction, exact for subnormals, infinities and NaN in any rounding or flush mode.
+template <class F, class I>
+SPECDEC_HD F half_to_float(I h) {
+  const I sign = shift_left(shift_right(h, 15), 31);
+  const I magnitude = shift_left(h - shift_left(shift_right(h, 15), 15), 13);
+  const F rebased = as_float(magnitude + I(112 << 23));
+  const F subnormal = as_float(magnitude + I(113 << 23)) - F(0x1p-14f);
+  const F special = as_float(magnitude + I(224 << 23));
+  const F exponent = to_float(shift_right(magnitude, 23));
+  const F value = select(exponent == F(0.0f), subnormal, select(exponent == F(31.0f), special, rebased));
+  return as_float(as_int(value) + sign);
+}
+SPECDEC_HD LanesF load(const Half* p) { return half_to_float<LanesF>(load_u16(p)); }
+
+SPECDEC_HD float load_one(const float* p) { return *p; }
+SPECDEC_HD float load_one(const BFloat16* p) { return as_float(static_cast<int32_t>(static_cast<uint32_t>(p->bits) << 16)); }
+SPECDEC_HD float load_one(const Half* p) { return half_to_float<float>(static_cast<int32_t>(p->bits)); }
+
+// The n < 16 elements at p, then `fill`.
+template <class T>
+SPECDEC_HD LanesF load_partial(const T* p, int64_t n, float fill) {
+  float x[kLanes];
+  for (int i = 0; i < kLanes; ++i) x[i] = fill;
+  for (int64_t i = 0; i < n; ++i) x[i] = load_one(p + i);
+  return load(x);
+}
+
+}  // namespace specdec::SPECDEC_ISA

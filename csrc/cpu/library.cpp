@@ -1,0 +1,115 @@
+// What the kernels need of the machine: an instruction set, threads, working memory.
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "cpu/args.h"
+#include "cpu/scratch.h"
+#include "cpu/tensors.h"
+#include "cpu/verify_chain_kernel.h"
+
+namespace specdec {
+namespace {
+
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+
+// SPECDEC_CPU_ISA caps the choice, so that every variant can be tested on one machine.
+Isa choose_isa() {
+#if defined(__x86_64__)
+  const char* cap = std::getenv("SPECDEC_CPU_ISA");
+  const bool baseline = cap && std::strcmp(cap, "baseline") == 0, avx2 = cap && std::strcmp(cap, "avx2") == 0;
+  if (!baseline && !avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return Isa::kAvx512;
+  if (!baseline && __builtin_cpu_supports("avx2")) return Isa::kAvx2;
+#endif
+  return Isa::kBaseline;
+}
+
+Isa isa() {
+  static const Isa chosen = choose_isa();
+  return chosen;
+}
+
+// Memory of one thread, freed with it.
+struct Arena {
+  float* memory = nullptr;
+  int64_t size = 0;
+  ~Arena() { std::free(memory); }
+
+  float* reserve(int64_t floats) {
+    if (floats > size) {
+      std::free(memory);
+      size = 0;
+      memory = static_cast<float*>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64));
+      if (!memory) throw std::bad_alloc();
+      size = floats;
+    }
+    return memory;
+  }
+};
+
+constexpr int64_t kTileTokens = 4096, kPad = 16;
+// Below this many elements a second thread costs more than it saves.
+constexpr int64_t kWorthAThread = 16384;
+
+int64_t cpu_isa() { return static_cast<int64_t>(isa()); }
+
+}  // namespace
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+  if (isa() == Isa::kAvx512) return kernels_avx512;
+  if (isa() == Isa::kAvx2) return kernels_avx2;
+#endif
+  return kernels_baseline;
+}
+
+Scratch& thread_scratch(int64_t vocab) {
+  thread_local Arena arena;
+  thread_local Scratch scratch;
+  thread_local int64_t capacity = 0;
+  if (vocab > capacity) {
+    const int64_t tiles = (vocab + kTileTokens - 1) / kTileTokens, row = (vocab + 2 * kPad) / kPad * kPad;
+    const int64_t lanes = tiles * 16, per_tile = (tiles + kPad) / kPad * kPad;
+    // Candidate arrays also hold the lane maxima, which a small vocabulary has more of than tokens.
+    const int64_t candidates = row > lanes + kPad ? row : lanes + kPad;
+    float* p = arena.reserve(lanes + 2 * per_tile + 4 * candidates);
+    scratch.lane_max = p;
+    scratch.tile_max = p += lanes;
+    scratch.tile_sum = p += per_tile;
+    scratch.values = p += per_tile;
+    scratch.weights = p += candidates;
+    scratch.work_values = p += candidates;
+    scratch.work_weights = p += candidates;
+    capacity = vocab;
+  }
+  return scratch;
+}
+
+RowDecision* decision_scratch(int64_t count) {
+  thread_local Arena arena;
+  const int64_t floats = (sizeof(RowDecision) + sizeof(float) - 1) / sizeof(float);
+  return reinterpret_cast<RowDecision*>(arena.reserve((count < 1 ? 1 : count) * floats));
+}
+
+void parallel(int64_t n, int64_t elements, void (*body)(int64_t, void*), void* context) {
+  int64_t threads = torch::stable::get_num_threads();
+  threads = threads < n ? threads : n;
+  threads = threads < elements / kWorthAThread ? threads : elements / kWorthAThread;
+  if (threads <= 1) {
+    for (int64_t i = 0; i < n; ++i) body(i, context);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(i, context);
+  });
+}
+
+}  // namespace specdec
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specdec_kernels, m) { m.def("cpu_isa() -> int"); }
+STABLE_TORCH_LIBRARY_IMPL(specdec_kernels, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&specdec::cpu_isa)); }

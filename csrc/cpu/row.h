@@ -1,0 +1,234 @@
+// One row of logits to its Nucleus: the row is read from memory once, in tiles of 4,096 tokens that stay in the first-level
+// cache while their maximum and mass are taken; what can lie in the nucleus is then collected from the tiles that hold any.
+//
+// Masses are sums over fixed tiles, each relative to the tile's own maximum, combined in order; nothing depends on threads,
+// on the batch, or on the width of the machine's vectors.
+#pragma once
+
+#include "core/nucleus.h"
+#include "cpu/lanes.h"
+#include "cpu/scratch.h"
+#include "cpu/threshold.h"
+
+namespace specdec::SPECDEC_ISA {
+
+constexpr int64_t kTile = 4096;
+
+struct RowStats {
+  float row_max;
+  double mass;  // sum of exp((z - row_max) / T); the number of +inf where row_max is +inf; 0 for an empty row
+  bool nan_seen;
+};
+
+// Maximum of a tile lane by lane (each lane's is the maximum of every 16th token), and whether a NaN was seen.
+template <class T>
+SPECDEC_HD LanesF tile_max(const T* z, int64_t n, LanesM& nan) {
+  LanesF m0(-kInf), m1(-kInf), m2(-kInf), m3(-kInf);
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    const LanesF a = load(z + i), b = load(z + i + kLanes), c = load(z + i + 2 * kLanes), d = load(z + i + 3 * kLanes);
+    m0 = larger(a, m0);
+    m1 = larger(b, m1);
+    m2 = larger(c, m2);
+    m3 = larger(d, m3);
+    nan = nan | ((a != a) | (b != b)) | ((c != c) | (d != d));
+  }
+  for (; i < n; i += kLanes) {
+    const LanesF a = i + kLanes <= n ? load(z + i) : load_partial(z + i, n - i, -kInf);
+    m0 = larger(a, m0);
+    nan = nan | (a != a);
+  }
+  return larger(larger(m0, m1), larger(m2, m3));
+}
+
+// Sum of 2^((z - reference) * scale) over a tile; `ahead` is fetched meanwhile, a line for each line read.
+template <class T>
+SPECDEC_HD float tile_sum(const T* z, int64_t n, float reference, float scale, const T* ahead) {
+  const LanesF r(reference), c(scale);
+  LanesF s0(0.0f), s1(0.0f);
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    __builtin_prefetch(ahead + i);
+    __builtin_prefetch(ahead + i + kLanes);
+    s0 = s0 + exp2_floor((load(z + i) - r) * c);
+    s1 = s1 + exp2_floor((load(z + i + kLanes) - r) * c);
+  }
+  for (; i < n; i += kLanes) {
+    const LanesF a = i + kLanes <= n ? load(z + i) : load_partial(z + i, n - i, -kInf);
+    s0 = s0 + exp2_floor((a - r) * c);
+  }
+  return horizontal_sum(s0 + s1);
+}
+
+// Fills scratch.lane_max, tile_max and tile_sum.
+template <class T>
+SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_mass, Scratch& scratch) {
+  const int64_t tiles = (vocab + kTile - 1) / kTile;
+  LanesM nan{};
+  RowStats stats{-kInf, 0.0, false};
+  for (int64_t t = 0; t < tiles; ++t) {
+    const T* tile = z + t * kTile;
+    const int64_t n = vocab - t * kTile < kTile ? vocab - t * kTile : kTile;
+    const LanesF lanes = tile_max(tile, n, nan);
+    store(scratch.lane_max + t * kLanes, lanes);
+    const float m = horizontal_max(lanes);
+    scratch.tile_max[t] = m;
+    stats.row_max = m > stats.row_max ? m : stats.row_max;
+    if (!with_mass) continue;
+    if (m == -kInf) {
+      scratch.tile_sum[t] = 0.0f;
+    } else if (m == kInf) {
+      float count = 0.0f;
+      for (int64_t i = 0; i < n; ++i) count += load_one(tile + i) == kInf ? 1.0f : 0.0f;
+      scratch.tile_sum[t] = count;
+    } else {
+      scratch.tile_sum[t] = tile_sum(tile, n, m, scale, tile + kTile);
+    }
+  }
+  stats.nan_seen = any(nan);
+  for (int64_t t = 0; with_mass && t < tiles; ++t) {
+    const float m = scratch.tile_max[t];
+    if (m == -kInf || (stats.row_max == kInf && m < kInf)) continue;
+    stats.mass += static_cast<double>(scratch.tile_sum[t]) * exp2_neg(scaled(m, stats.row_max, scale));
+  }
+  return stats;
+}
+
+constexpr float kLeastFinite = -3.4028234663852886e38f;
+
+// The row's finite values in [low, high) to scratch.values, with their weights; returns how many. Weights of the values from
+// `high` up are summed into `above`.
+template <bool kBracket, class T>
+SPECDEC_HD int64_t collect(const T* z, int64_t vocab, float low, float high, float row_max, float scale, Scratch& scratch,
+                           double& above) {
+  const int64_t tiles = (vocab + kTile - 1) / kTile;
+  const float floor = low > kLeastFinite ? low : kLeastFinite;
+  const LanesF from(floor), to(high), m(row_max), c(scale), zero(0.0f);
+  int64_t count = 0;
+  above = 0.0;
+  for (int64_t t = 0; t < tiles; ++t) {
+    if (!(scratch.tile_max[t] >= floor)) continue;
+    const T* tile = z + t * kTile;
+    const int64_t n = vocab - t * kTile < kTile ? vocab - t * kTile : kTile;
+    LanesF sum(0.0f);
+    const auto take = [&](const LanesF& a) {
+      const LanesM inside = a >= from;
+      uint32_t hit = bits(inside);
+      if (!hit) return;
+      if (kBracket) {
+        const LanesM over = a >= to;
+        hit &= ~bits(over);
+        sum = sum + select(over, exp2_floor((a - m) * c), zero);
+      }
+      compress(scratch.values + count, a, hit);
+      count += __builtin_popcount(hit);
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) take(load(tile + i));
+    if (i < n) take(load_partial(tile + i, n - i, -kInf));
+    if (kBracket) above += horizontal_sum(sum);
+  }
+  weigh(scratch.values, scratch.weights, count, row_max, scale);
+  return count;
+}
+
+// A value that the k-th largest of the row is not below, or -inf: the k-th largest of the lane maxima.
+SPECDEC_HD float low_for_count(int64_t tiles, double k, Scratch& scratch) {
+  const int64_t n = finite_lane_maxima(tiles, scratch);
+  fill(scratch.weights, n, 1.0f);
+  return find_threshold(scratch, n, k).value;
+}
+
+// A value that the threshold of mass `goal` is not below: the better of two bounds. The lane maxima alone may hold that
+// mass; and the tokens below row_max + T log((total - goal) / V) cannot hold what is left over.
+SPECDEC_HD float low_for_mass(int64_t tiles, int64_t vocab, double goal, double total, float row_max, float scale,
+                              Scratch& scratch) {
+  float low = -kInf;
+  const double left = (total - goal) / total;
+  if (left > 1e-5) {
+    const float t = log_pos(static_cast<float>((total - goal) / static_cast<double>(vocab))) * kLog2e;
+    low = row_max + (t * 1.0001f - 0.01f) / scale - 1e-6f * (row_max < 0 ? -row_max : row_max);
+  }
+  const int64_t n = finite_lane_maxima(tiles, scratch);
+  weigh(scratch.values, scratch.weights, n, row_max, scale);
+  const float held = find_threshold(scratch, n, goal * 1.00001).value;
+  return held > low ? held : low;
+}
+
+// Where the min-p condition p(x) >= min_p * max p begins, a little below it.
+SPECDEC_HD float low_for_min_p(float log2_min_p, float row_max, float scale) {
+  const float offset = log2_min_p / scale;
+  const float low = row_max + offset;
+  return low - (1e-5f * (offset < 0 ? -offset : offset) + 1e-6f * (row_max < 0 ? -row_max : row_max) + 1e-30f);
+}
+
+// Smallest collected value that min-p keeps.
+SPECDEC_HD float min_p_cutoff(const Scratch& scratch, int64_t n, float log2_min_p, float row_max, float scale) {
+  float least = row_max;
+  for (int64_t i = 0; i < n; ++i) {
+    const float v = scratch.values[i];
+    if (v < least && (v - row_max) * scale >= log2_min_p) least = v;
+  }
+  return least;
+}
+
+// Nucleus of one row; `status` gets kEmptyRow and kNanSeen.
+template <class T>
+Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t order, Scratch& scratch, int32_t& status) {
+  const RowStats stats = scan_row(z, vocab, filter.scale, !filter.greedy, scratch);
+  if (stats.nan_seen) status |= kNanSeen;
+  const float row_max = stats.row_max;
+  if (row_max == -kInf) {
+    status |= kEmptyRow;
+    return empty_nucleus();
+  }
+  if (filter.greedy) return {row_max, row_max, 0.0f};
+
+  const bool has_k = filter.top_k > 0 && filter.top_k < vocab;
+  const bool has_p = filter.top_p < 1.0f;
+  const bool has_m = filter.min_p > 0.0f;
+  const bool filtered = has_k || has_p || has_m;
+  if (!filtered || row_max == kInf)
+    return {filtered ? kInf : -kInf, row_max, log_pos(static_cast<float>(stats.mass))};
+
+  const int64_t tiles = (vocab + kTile - 1) / kTile;
+  const float scale = filter.scale;
+  const float log2_min_p = has_m ? log_pos(filter.min_p) * kLog2e : 0.0f;
+  // Which filters shrink the distribution that top-p looks at.
+  const bool k_first = has_k && order != kOrderJoint;
+  const bool m_first = has_m && order == kOrderVllm;
+
+  float low = -kInf;
+  if (has_k) low = low_for_count(tiles, static_cast<double>(filter.top_k), scratch);
+  if (has_m && !(k_first && has_p && !m_first)) {
+    const float m = low_for_min_p(log2_min_p, row_max, scale);
+    low = m > low ? m : low;
+  }
+  if (has_p && !k_first && !m_first) {
+    const float p = low_for_mass(tiles, vocab, filter.top_p * stats.mass, stats.mass, row_max, scale, scratch);
+    low = p > low ? p : low;
+  }
+  double above;
+  const int64_t n = collect<false>(z, vocab, low, kInf, row_max, scale, scratch, above);
+
+  float cutoff = -kInf;
+  if (has_k) {
+    copy_candidates(scratch, n, /*unit_weights=*/true);
+    cutoff = find_threshold_of_copy(scratch, n, static_cast<double>(filter.top_k)).value;
+  }
+  const float min_p_at = has_m ? min_p_cutoff(scratch, n, log2_min_p, row_max, scale) : -kInf;
+  if (m_first && min_p_at > cutoff) cutoff = min_p_at;
+  if (has_p) {
+    const bool whole = !k_first && !m_first;
+    const double base = whole ? stats.mass : mass_from(scratch, n, cutoff);
+    copy_candidates(scratch, n, /*unit_weights=*/false);
+    const float p = find_threshold_of_copy(scratch, n, filter.top_p * base).value;
+    cutoff = p > cutoff ? p : cutoff;
+  }
+  if (min_p_at > cutoff) cutoff = min_p_at;
+  // A mass that rounds short of its goal keeps everything finite. (Fewer than k finite tokens leave the cutoff at -inf.)
+  if (has_p && cutoff == -kInf) cutoff = least_value(scratch, n);
+  return {cutoff, row_max, log_pos(static_cast<float>(mass_from(scratch, n, cutoff)))};
+}
+
+}  // namespace specdec::SPECDEC_ISA

@@ -1,0 +1,106 @@
+// From torch's tensors (stable ABI only) to the views that the kernels take. Shapes, dtypes and devices have been checked by
+// the public Python functions; what is checked here keeps a direct caller of the op from reading out of bounds.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+
+#include "cpu/args.h"
+
+namespace specdec {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+inline void require(bool ok, const char* op, const char* name, const char* must) {
+  STD_TORCH_CHECK(ok, op, ": ", name, " must be ", must);
+}
+
+inline RowsView rows_view(const char* op, const char* name, const Tensor& t) {
+  require(t.dim() == 2 && (t.size(1) <= 1 || t.stride(1) == 1), op, name, "[rows, vocab], contiguous in its last dimension");
+  RowsView view;
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      view.dtype = DType::kFloat32;
+      break;
+    case ScalarType::BFloat16:
+      view.dtype = DType::kBFloat16;
+      break;
+    case ScalarType::Half:
+      view.dtype = DType::kFloat16;
+      break;
+    default:
+      require(false, op, name, "float32, bfloat16 or float16");
+  }
+  view.data = t.const_data_ptr();
+  view.rows = t.size(0);
+  view.width = t.size(1);
+  view.stride = t.stride(0);
+  return view;
+}
+
+inline RowsView rows_view(const char* op, const char* name, const MaybeTensor& t) {
+  return t ? rows_view(op, name, *t) : RowsView{};
+}
+
+inline IndexView index_view(const char* op, const char* name, const Tensor& t, int64_t at_least) {
+  const ScalarType type = t.scalar_type();
+  require(type == ScalarType::Int || type == ScalarType::Long, op, name, "int32 or int64");
+  require(t.dim() == 1 && t.size(0) >= at_least && (t.size(0) <= 1 || t.stride(0) == 1), op, name,
+          "1-D, contiguous and long enough");
+  return {t.const_data_ptr(), type == ScalarType::Long, t.size(0)};
+}
+
+inline IndexView index_view(const char* op, const char* name, const MaybeTensor& t, int64_t at_least) {
+  return t ? index_view(op, name, *t, at_least) : IndexView{};
+}
+
+template <class T>
+T* vector_data(const char* op, const char* name, const Tensor& t, ScalarType type, int64_t at_least) {
+  require(t.scalar_type() == type && t.is_contiguous() && t.numel() >= at_least, op, name,
+          "of the documented dtype, contiguous and long enough");
+  return static_cast<T*>(const_cast<void*>(t.const_data_ptr()));
+}
+
+template <class T>
+T* vector_data(const char* op, const char* name, const MaybeTensor& t, ScalarType type, int64_t at_least) {
+  return t ? vector_data<T>(op, name, *t, type, at_least) : nullptr;
+}
+
+inline float* floats(const char* op, const char* name, const MaybeTensor& t, int64_t at_least) {
+  return vector_data<float>(op, name, t, ScalarType::Float, at_least);
+}
+inline int32_t* ints(const char* op, const char* name, const Tensor& t, int64_t at_least) {
+  return vector_data<int32_t>(op, name, t, ScalarType::Int, at_least);
+}
+
+inline ParamsView params_view(const char* op, const MaybeTensor& temperature, const MaybeTensor& top_p,
+                              const MaybeTensor& top_k, const MaybeTensor& min_p, const MaybeTensor& slots, int64_t batch) {
+  ParamsView view;
+  if (!temperature) return view;
+  require(top_p && top_k && min_p, op, "parameters", "given together");
+  view.size = temperature->numel();
+  require(view.size >= 1 && (slots || view.size >= batch), op, "temperature", "[B], or [S >= 1] with slots");
+  view.temperature = floats(op, "temperature", temperature, view.size);
+  view.top_p = floats(op, "top_p", top_p, view.size);
+  view.top_k = vector_data<int32_t>(op, "top_k", top_k, ScalarType::Int, view.size);
+  view.min_p = floats(op, "min_p", min_p, view.size);
+  view.slots = index_view(op, "slots", slots, batch);
+  return view;
+}
+
+inline NucleusView nucleus_view(const char* op, const MaybeTensor& cutoff, const MaybeTensor& row_max,
+                                const MaybeTensor& log_mass, int64_t at_least) {
+  if (!cutoff) return {};
+  require(row_max && log_mass, op, "nucleus", "three tensors");
+  return {floats(op, "cutoff", cutoff, at_least), floats(op, "row_max", row_max, at_least),
+          floats(op, "log_mass", log_mass, at_least)};
+}
+
+}  // namespace specdec

@@ -1,0 +1,81 @@
+// Launcher of verify_chain; the kernel is in verify_chain_kernel.h.
+#include <atomic>
+#include <vector>
+
+#include "cpu/tensors.h"
+#include "cpu/verify_chain_kernel.h"
+
+namespace specdec {
+namespace {
+
+// Few requests on many threads: rows are decided in parallel, first rows first, and a row after a known rejection is skipped.
+void verify_by_rows(const VerifyChainArgs& a) {
+  const int64_t width = a.max_draft + 1;
+  std::vector<RowDecision> decisions(a.batch * width);
+  std::vector<std::atomic<int64_t>> end(a.batch);  // rows from here on are not needed
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const int64_t count = generic::chain_of(a, b).count;
+    end[b] = count < 0 ? 0 : count + (a.emit_bonus ? 1 : 0);
+  }
+  parallel_for_each(a.batch * width, a.batch * width * a.target.width, [&](int64_t item) {
+    const int64_t i = item / a.batch, b = item % a.batch;
+    if (i >= end[b].load(std::memory_order_relaxed)) return;
+    if (kernels().verify_row(a, b, i, decisions[b * width + i])) return;
+    int64_t seen = end[b].load(std::memory_order_relaxed);
+    while (i + 1 < seen && !end[b].compare_exchange_weak(seen, i + 1, std::memory_order_relaxed)) {
+    }
+  });
+  parallel_for_each(a.batch, a.batch * a.target.width,
+                    [&](int64_t b) { kernels().verify_finish(a, b, decisions.data() + b * width); });
+}
+
+void verify_chain(Tensor target, bool target_is_probs, Tensor draft_tokens, Tensor cu_num_draft, Tensor temperature,
+                  Tensor top_p, Tensor top_k, Tensor min_p, Tensor seed, MaybeTensor slots, MaybeTensor position,
+                  MaybeTensor draft, bool draft_is_probs, MaybeTensor draft_rows, MaybeTensor draft_cutoff,
+                  MaybeTensor draft_row_max, MaybeTensor draft_log_mass, MaybeTensor draft_temperature,
+                  MaybeTensor draft_top_p, MaybeTensor draft_top_k, MaybeTensor draft_min_p, MaybeTensor draft_slots,
+                  MaybeTensor target_to_draft, int64_t rule, bool emit_bonus, int64_t filter_order, Tensor tokens,
+                  Tensor num_accepted, Tensor num_emitted, Tensor status, MaybeTensor logprobs, MaybeTensor cutoff,
+                  MaybeTensor row_max, MaybeTensor log_mass) {
+  constexpr const char* op = "verify_chain";
+  VerifyChainArgs a;
+  require(tokens.dim() == 2 && tokens.size(1) >= 1, op, "tokens", "[B, K + 1]");
+  a.batch = tokens.size(0);
+  a.max_draft = tokens.size(1) - 1;
+  const int64_t outputs = a.batch * (a.max_draft + 1);
+  a.target = rows_view(op, target_is_probs ? "target_probs" : "target_logits", target);
+  a.target_is_probs = target_is_probs;
+  a.draft_tokens = index_view(op, "draft_tokens", draft_tokens, 0);
+  const int64_t drafts = a.draft_tokens.size;
+  a.cu_num_draft = ints(op, "cu_num_draft", cu_num_draft, a.batch + 1);
+  a.params = params_view(op, temperature, top_p, top_k, min_p, slots, a.batch);
+  a.params.seed = vector_data<int64_t>(op, "seed", seed, ScalarType::Long, a.params.size);
+  a.position = vector_data<int64_t>(op, "position", position, ScalarType::Long, a.batch);
+  a.draft = rows_view(op, draft_is_probs ? "draft_probs" : "draft_logits", draft);
+  a.draft_is_probs = draft_is_probs;
+  a.draft_rows = index_view(op, "draft_rows", draft_rows, drafts);
+  a.draft_nucleus = nucleus_view(op, draft_cutoff, draft_row_max, draft_log_mass, drafts);
+  a.draft_params = params_view(op, draft_temperature, draft_top_p, draft_top_k, draft_min_p, draft_slots, a.batch);
+  require(!a.draft || a.draft_is_probs || a.draft_params, op, "draft_params", "given with draft_logits");
+  a.target_to_draft = index_view(op, "target_to_draft", target_to_draft, a.target.width);
+  a.rule = static_cast<int32_t>(rule);
+  a.filter_order = static_cast<int32_t>(filter_order);
+  a.emit_bonus = emit_bonus;
+  a.tokens = ints(op, "tokens", tokens, outputs);
+  a.num_accepted = ints(op, "num_accepted", num_accepted, a.batch);
+  a.num_emitted = ints(op, "num_emitted", num_emitted, a.batch);
+  a.status = ints(op, "status", status, a.batch);
+  a.logprobs = floats(op, "logprobs", logprobs, outputs);
+  a.nucleus = nucleus_view(op, cutoff, row_max, log_mass, outputs);
+  if (a.batch < 2 * static_cast<int64_t>(torch::stable::get_num_threads()) && a.max_draft > 0) {
+    verify_by_rows(a);
+  } else {
+    parallel_for_each(a.batch, a.batch * (a.max_draft + 1) * a.target.width,
+                      [&](int64_t b) { kernels().verify_request(a, b); });
+  }
+}
+
+}  // namespace
+}  // namespace specdec
+
+STABLE_TORCH_LIBRARY_IMPL(specdec_kernels, CPU, m) { m.impl("verify_chain", TORCH_BOX(&specdec::verify_chain)); }

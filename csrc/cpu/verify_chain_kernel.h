@@ -1,0 +1,242 @@
+// verify_chain: one request's drafts and target rows to its emitted tokens.
+//
+// Rows are decided in order and the first rejection ends the request, so later rows are not read. A decided row costs one
+// read of its target row and one of its draft row (a gather where q's nucleus was saved); the row that emits is read once more,
+// from the cache when the request is decided by one thread.
+#pragma once
+
+#include "core/accept.h"
+#include "cpu/nucleus_kernel.h"
+#include "cpu/race.h"
+
+namespace specdec {
+
+struct RowDecision {
+  float p[3], q[3];  // Nucleus of the target row and of the draft row
+  int32_t status = 0;
+  bool accepted = false;
+  bool from_residual = false;  // a rejected row that emits from max(0, p - q) rather than from p
+};
+
+namespace SPECDEC_ISA {
+
+struct Chain {
+  int64_t start = 0, count = 0;  // first draft; number of drafts, -1 if the request has not even one row
+  int32_t status = 0;
+};
+
+inline Chain chain_of(const VerifyChainArgs& a, int64_t b) {
+  const int64_t first = a.cu_num_draft[b], past = a.cu_num_draft[b + 1], total = a.draft_tokens.size;
+  Chain c;
+  c.start = first < 0 ? 0 : (first > total ? total : first);
+  const int64_t end = past < c.start ? c.start : (past > total ? total : past);
+  c.count = end - c.start < a.max_draft ? end - c.start : a.max_draft;
+  const int64_t last_row = a.target.rows - 1 - c.start - b;
+  if (last_row < c.count) c.count = last_row;
+  if (c.start != first || c.start + c.count != past) c.status = kBadOffsets;
+  if (c.count < 0) c.count = -1;
+  return c;
+}
+
+inline Nucleus unpack(const float n[3]) { return {n[0], n[1], n[2]}; }
+inline void pack(float out[3], const Nucleus& n) { out[0] = n.cutoff, out[1] = n.row_max, out[2] = n.log_mass; }
+
+inline Dist target_dist(const VerifyChainArgs& a, int64_t row, const Filter& filter, const Nucleus& nucleus) {
+  Dist p;
+  p.kind = a.target_is_probs ? Kind::kProbs : Kind::kLogits;
+  p.source = {&a.target, row, {}};
+  p.filter = filter;
+  p.nucleus = nucleus;
+  return p;
+}
+
+// Row of the draft matrix behind draft j, or -1.
+inline int64_t draft_row(const VerifyChainArgs& a, int64_t j) {
+  const int64_t row = a.draft_rows ? a.draft_rows[j] : j;
+  return row >= 0 && row < a.draft.rows ? row : -1;
+}
+
+inline Dist draft_dist(const VerifyChainArgs& a, int64_t b, int64_t j, const Nucleus& nucleus) {
+  Dist q;
+  q.token = a.draft_tokens[j];
+  if (!a.draft) {
+    q.kind = Kind::kOneHot;
+    return q;
+  }
+  q.source = {&a.draft, draft_row(a, j), a.target_to_draft};
+  if (a.draft_is_probs) {
+    q.kind = Kind::kProbs;
+    return q;
+  }
+  q.filter = filter_of(a.draft_params, b);
+  q.nucleus = nucleus;
+  if (q.filter.greedy) q.kind = Kind::kOneHot;
+  return q;
+}
+
+struct Usable {
+  Nucleus nucleus;
+  bool ok;
+};
+
+// Nucleus of draft j's row, computed or as saved, and whether the row can be used at all.
+inline Usable draft_nucleus(const VerifyChainArgs& a, int64_t b, int64_t j) {
+  if (!a.draft) return {empty_nucleus(), true};
+  if (draft_row(a, j) < 0) return {empty_nucleus(), false};
+  if (a.draft_is_probs) return {empty_nucleus(), true};
+  const Filter filter = filter_of(a.draft_params, b);
+  if (filter.greedy) return {empty_nucleus(), true};
+  if (a.draft_nucleus) {
+    const Nucleus n = {a.draft_nucleus.cutoff[j], a.draft_nucleus.row_max[j], a.draft_nucleus.log_mass[j]};
+    const bool finite = n.log_mass - n.log_mass == 0.0f;
+    return {n, n.cutoff == n.cutoff && n.row_max > -kInf && finite};
+  }
+  int32_t status = 0;
+  const Nucleus n = row_nucleus(a.draft, draft_row(a, j), filter, a.filter_order, status);
+  return {n, status == 0};
+}
+
+inline int64_t emit_token(const Dist& p, int64_t vocab, const NoiseKey& key, const Dist* q, bool& found) {
+  if (q) {
+    const Winner left = race(vocab, key, ResidualWeights{p, *q});
+    if (left.score > -kInf) {
+      found = true;
+      return left.token;
+    }
+  }
+  const Winner winner = race(vocab, key, DistWeights{p});
+  found = winner.score > -kInf;
+  return winner.token;
+}
+
+inline NoiseKey sample_key(const VerifyChainArgs& a, int64_t b, int64_t i) {
+  const int64_t anchor = a.position ? a.position[b] : 0;
+  return make_key(a.params.seed[a.params.slot(b)], static_cast<int64_t>(static_cast<uint64_t>(anchor) + i), kStreamSample, 0);
+}
+
+// The token that row i emits of itself (argmax, race of p, or race of the residual). A row given as probabilities is looked
+// at as a whole only here, so this is where its status bits come from.
+inline int64_t row_token(const VerifyChainArgs& a, int64_t b, const Chain& chain, int64_t i, const Filter& filter,
+                         const RowDecision& d, bool& found, int32_t& status) {
+  const int64_t row = chain.start + b + i, vocab = a.target.width;
+  const Dist p = target_dist(a, row, filter, unpack(d.p));
+  if (a.target_is_probs) {
+    const auto* z = static_cast<const float*>(a.target.data) + row * a.target.stride;
+    const RowStats stats = scan_row(z, vocab, 0.0f, /*with_mass=*/false, thread_scratch(vocab));
+    if (stats.nan_seen) status |= kNanSeen;
+    if (!(stats.row_max > 0.0f)) status |= kEmptyRow;
+  }
+  if ((d.status | status) & kEmptyRow) {
+    found = false;
+    return 0;
+  }
+  if (filter.greedy && !a.target_is_probs) {
+    found = true;
+    return first_equal(p.source, vocab, d.p[1]);
+  }
+  if (!d.from_residual) return emit_token(p, vocab, sample_key(a, b, i), nullptr, found);
+  const Dist q = draft_dist(a, b, chain.start + i, unpack(d.q));
+  return emit_token(p, vocab, sample_key(a, b, i), &q, found);
+}
+
+// Decides draft i (or, at i = d, just looks at the bonus row). Returns whether the chain goes on.
+inline bool verify_row(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecision& d) {
+  const Chain chain = chain_of(a, b);
+  const Filter filter = filter_of(a.params, b);
+  const int64_t row = chain.start + b + i, j = chain.start + i, vocab = a.target.width;
+  d = RowDecision{};
+  Nucleus nucleus = {0.0f, 0.0f, 0.0f};
+  if (!a.target_is_probs) nucleus = row_nucleus(a.target, row, filter, a.filter_order, d.status);
+  pack(d.p, nucleus);
+  if (i == chain.count || (d.status & kEmptyRow)) return false;
+
+  const int64_t x = a.draft_tokens[j];
+  if (x < 0 || x >= vocab) {
+    d.status |= kPlaceholder;
+    return false;
+  }
+  const Dist p = target_dist(a, row, filter, nucleus);
+  if (filter.greedy && !a.target_is_probs) {
+    d.accepted = first_equal(p.source, vocab, nucleus.row_max) == x;
+    return d.accepted;
+  }
+  if (a.rule == kRuleCoupled) {
+    bool found = false;
+    int32_t status = 0;
+    d.accepted = row_token(a, b, chain, i, filter, d, found, status) == x && found;
+    d.status |= status;
+    return d.accepted;
+  }
+  const Usable usable = draft_nucleus(a, b, j);
+  pack(d.q, usable.nucleus);
+  if (!usable.ok) {
+    d.status |= kBadQRow;
+    return false;
+  }
+  const float q_x = draft_dist(a, b, j, usable.nucleus).prob(x), p_x = p.prob(x);
+  if (!(q_x - q_x == 0.0f)) {
+    d.status |= kBadQRow;
+    return false;
+  }
+  if (!(q_x > 0.0f)) {
+    d.status |= kZeroQ;
+    return false;
+  }
+  const float coin = accept_coin(a.params.seed[a.params.slot(b)], a.position ? a.position[b] : 0, i);
+  d.accepted = accepts(coin, p_x, q_x);
+  d.from_residual = !d.accepted;
+  return d.accepted;
+}
+
+// Writes every output element of request b from the decisions of its rows 0..(first one not accepted).
+inline void verify_finish(const VerifyChainArgs& a, int64_t b, const RowDecision* decisions) {
+  const Chain chain = chain_of(a, b);
+  const Filter filter = filter_of(a.params, b);
+  const int64_t width = a.max_draft + 1;
+  int32_t status = chain.status;
+  int64_t accepted = 0, emitted = 0;
+  const auto emit = [&](int64_t i, int64_t token, float logprob, const Nucleus& nucleus) {
+    a.tokens[b * width + i] = static_cast<int32_t>(token);
+    if (a.logprobs) a.logprobs[b * width + i] = logprob;
+    if (a.nucleus) write(a.nucleus, b * width + i, nucleus);
+    ++emitted;
+  };
+  for (int64_t i = 0; i <= chain.count; ++i) {
+    if (i == chain.count && !a.emit_bonus) break;
+    const RowDecision& d = decisions[i];
+    status |= d.status;
+    bool found = true;
+    const int64_t token =
+        d.accepted ? a.draft_tokens[chain.start + i] : row_token(a, b, chain, i, filter, d, found, status);
+    float logprob = -kInf;
+    if (a.logprobs && found) {
+      const Dist p = target_dist(a, chain.start + b + i, filter, unpack(d.p));
+      logprob = filter.greedy && !a.target_is_probs ? 0.0f : p.log_prob(token);
+    }
+    emit(i, found ? token : 0, logprob, unpack(d.p));
+    if (!d.accepted) break;
+    ++accepted;
+  }
+  if (chain.count < 0) emit(0, 0, -kInf, empty_nucleus());
+  a.num_accepted[b] = static_cast<int32_t>(accepted);
+  a.num_emitted[b] = static_cast<int32_t>(emitted);
+  a.status[b] = status;
+  for (int64_t i = emitted; i < width; ++i) {
+    a.tokens[b * width + i] = -1;
+    if (a.logprobs) a.logprobs[b * width + i] = 0.0f;
+    if (a.nucleus) write(a.nucleus, b * width + i, {0.0f, 0.0f, 0.0f});
+  }
+}
+
+inline void verify_request(const VerifyChainArgs& a, int64_t b) {
+  const Chain chain = chain_of(a, b);
+  RowDecision* decisions = decision_scratch(chain.count + 1);
+  for (int64_t i = 0; i <= chain.count; ++i) {
+    if (i == chain.count && !a.emit_bonus) break;
+    if (!verify_row(a, b, i, decisions[i])) break;
+  }
+  verify_finish(a, b, decisions);
+}
+
+}  // namespace SPECDEC_ISA
+}  // namespace specdec

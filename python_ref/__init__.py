@@ -1,0 +1,37 @@
+"""Oracle for speculative-decoding kernels: plain PyTorch, float64, written to be read.
+
+Every function follows the definitions of the project's README ("Semantics"), one row or one request at a time, with no
+attempt at speed. Use it to test any kernel that filters, verifies or samples: it returns, beside each answer, the
+*margin* of the decisions behind it, so that a float32 kernel's disagreement can be judged (see `margin` in each result).
+It imports torch and nothing else. In an installed package it is called `specdec_kernels_ref`.
+"""
+
+from .filter_probs import filter_probs
+from .nucleus import Nucleus, NucleusResult, nucleus, row_nucleus, row_probs
+from .params import SamplingParams
+from .rng import coin, philox4x32, race_noise, uniform
+from .sample import SampleResult, race, sample
+from .verify_chain import ChainLaw, VerifyResult, accept_probability, chain_law, residual, verify_chain
+
+__all__ = [
+    "ChainLaw",
+    "Nucleus",
+    "NucleusResult",
+    "SampleResult",
+    "SamplingParams",
+    "VerifyResult",
+    "accept_probability",
+    "chain_law",
+    "coin",
+    "filter_probs",
+    "nucleus",
+    "philox4x32",
+    "race",
+    "race_noise",
+    "residual",
+    "row_nucleus",
+    "row_probs",
+    "sample",
+    "uniform",
+    "verify_chain",
+]

@@ -1,0 +1,23 @@
+"""`python -m specdec_kernels info`: versions, backends and why one is missing. `demo` runs the demonstration."""
+
+import json
+import sys
+
+
+def main(argv: list[str]) -> int:
+    command = argv[0] if argv else "info"
+    if command == "info":
+        from . import info
+
+        print(json.dumps(info(), indent=2))
+        return 0
+    if command == "demo":
+        from .demo.__main__ import main as demo
+
+        return demo(argv[1:])
+    print(f"usage: python -m specdec_kernels [info|demo], got {command!r}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Argument checks shared by the public functions: one sentence naming the argument, what it must be and what it got."""
+
+import torch
+from torch import Tensor
+
+LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def describe(value) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def fail(op: str, name: str, must: str, got) -> None:
+    raise ValueError(f"{op}: {name} must be {must}, got {got if isinstance(got, str) else describe(got)}")
+
+
+def rows2d(op: str, name: str, value, dtypes=LOGITS_DTYPES) -> None:
+    """A [N, V] tensor with a contiguous last dimension and V >= 1."""
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype not in dtypes:
+        fail(op, name, f"a [rows, vocab] tensor of {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", value)
+    if value.shape[1] < 1 or value.shape[1] >= 2**31:
+        fail(op, name, "a tensor whose vocabulary is 1 to 2^31 - 1", value)
+    if value.stride(1) != 1 and value.shape[1] != 1:
+        fail(op, name, "contiguous in its last dimension", f"strides {list(value.stride())}")
+
+
+def vector(op: str, name: str, value, dtypes, size: int, what: str, device: torch.device, at_least: bool = False) -> None:
+    """A contiguous 1-D tensor of one of `dtypes` on `device`, of `size` elements (or at least that many)."""
+    if isinstance(value, Tensor) and value.dim() == 1 and value.dtype in dtypes and value.device == device:
+        if (value.shape[0] >= size if at_least else value.shape[0] == size) and (
+            value.shape[0] <= 1 or value.stride(0) == 1
+        ):
+            return
+    kind = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    fail(op, name, f"{kind} [{what}{'>=' if at_least else '='}{size}], contiguous, on {device}", value)
+
+
+def params(op: str, name: str, value, batch: int, device: torch.device) -> None:
+    """SamplingTensors of `batch` requests, or of any number of states with `slots` [batch]."""
+    if value is None or not hasattr(value, "temperature") or not hasattr(value, "slots"):
+        fail(op, name, "a SamplingTensors", value)
+    size = batch
+    if value.slots is not None:
+        vector(op, f"{name}.slots", value.slots, INDEX_DTYPES, batch, "B", device)
+        size = value.temperature.shape[0]
+    vector(op, f"{name}.temperature", value.temperature, (torch.float32,), size, "B", device)
+    vector(op, f"{name}.top_p", value.top_p, (torch.float32,), size, "B", device)
+    vector(op, f"{name}.top_k", value.top_k, (torch.int32,), size, "B", device)
+    vector(op, f"{name}.min_p", value.min_p, (torch.float32,), size, "B", device)
+    vector(op, f"{name}.seed", value.seed, (torch.int64,), size, "B", device)
+
+
+def choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> int:
+    """Index of `value` among `choices`."""
+    for i, candidate in enumerate(choices):
+        if candidate == value:
+            return i
+    fail(op, name, f"one of {choices}", repr(value))
+    return -1
+
+
+def output(op: str, name: str, value, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
+    """A caller-supplied output buffer: exact dtype, shape and device, contiguous."""
+    if not isinstance(value, Tensor) or value.dtype != dtype or tuple(value.shape) != shape or value.device != device:
+        fail(op, name, f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}", value)
+    if not value.is_contiguous():
+        fail(op, name, "contiguous", f"strides {list(value.stride())}")

@@ -1,0 +1,54 @@
+"""Every op's schema, defined once, before any backend is looked for.
+
+Each op writes into caller-allocated outputs and returns nothing, so one schema serves calls with and without `out=`. It
+exists once per backend family: `<op>` (compiled: CPU now, CUDA where built) and `<op>_eager` (plain torch). The public
+functions allocate, check and choose; nothing else calls these ops.
+"""
+
+import torch
+
+NAMESPACE = "specdec_kernels"
+
+_PARAMS = "Tensor temperature, Tensor top_p, Tensor top_k, Tensor min_p"
+
+SCHEMAS = {
+    "nucleus": (
+        f"(Tensor logits, {_PARAMS}, Tensor? slots, Tensor? rows, int filter_order, "
+        "Tensor(a!) cutoff, Tensor(b!) row_max, Tensor(c!) log_mass, Tensor(d!) status) -> ()"
+    ),
+    "sample": (
+        f"(Tensor logits, {_PARAMS}, Tensor seed, Tensor? slots, Tensor? position, Tensor? rows, Tensor? ids, "
+        "Tensor? target_to_draft, int stream, int filter_order, "
+        "Tensor(a!) tokens, Tensor(b!) status, Tensor(c!)? logprobs, "
+        "Tensor(d!)? cutoff, Tensor(e!)? row_max, Tensor(f!)? log_mass) -> ()"
+    ),
+    "verify_chain": (
+        "(Tensor target, bool target_is_probs, Tensor draft_tokens, Tensor cu_num_draft, "
+        f"{_PARAMS}, Tensor seed, Tensor? slots, Tensor? position, "
+        "Tensor? draft, bool draft_is_probs, Tensor? draft_rows, "
+        "Tensor? draft_cutoff, Tensor? draft_row_max, Tensor? draft_log_mass, "
+        "Tensor? draft_temperature, Tensor? draft_top_p, Tensor? draft_top_k, Tensor? draft_min_p, Tensor? draft_slots, "
+        "Tensor? target_to_draft, int rule, bool emit_bonus, int filter_order, "
+        "Tensor(a!) tokens, Tensor(b!) num_accepted, Tensor(c!) num_emitted, Tensor(d!) status, Tensor(e!)? logprobs, "
+        "Tensor(f!)? cutoff, Tensor(g!)? row_max, Tensor(h!)? log_mass) -> ()"
+    ),
+    "filter_probs": (
+        f"(Tensor logits, {_PARAMS}, Tensor? slots, Tensor? rows, int filter_order, "
+        "Tensor(a!) probs, Tensor(b!) status) -> ()"
+    ),
+}
+
+FILTER_ORDERS = ("hf", "vllm", "joint")
+RULES = ("token", "coupled")
+
+library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def _no_outputs(*args, **kwargs) -> None:
+    """Fake of every op: outputs are arguments, shapes are checked by the public function."""
+
+
+for _op, _schema in SCHEMAS.items():
+    for _suffix in ("", "_eager"):
+        library.define(f"{_op}{_suffix}{_schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{NAMESPACE}::{_op}{_suffix}", _no_outputs, lib=library)

@@ -1,0 +1,290 @@
+"""`verify_chain`: one speculative step, from raw logits and drafts to the tokens to emit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _backends, _checks, _schemas
+from .nucleus import Nucleus
+from .params import SamplingTensors
+
+STATUS_EMPTY_ROW = 1
+STATUS_NAN = 2
+STATUS_ZERO_Q = 4
+STATUS_BAD_Q_ROW = 8
+STATUS_PLACEHOLDER = 16
+STATUS_BAD_OFFSETS = 32
+
+
+class VerifyOutput(NamedTuple):
+    """`tokens` int32 [B, K + 1]: the accepted drafts, then one sampled token, then -1.
+    `num_accepted` int32 [B] · `num_emitted` int32 [B] = num_accepted + 1 (num_accepted where `emit_bonus=False` and all
+    drafts were accepted) · `status` int32 [B], bits for rows 0..num_accepted: 1 row with nothing to keep, 2 NaN logit,
+    4 q(x) = 0 for a draft, 8 unusable q row, 16 placeholder draft, 32 offsets out of range or d_b > K.
+    `logprobs` float32 [B, K + 1] or None: log p of each emitted token under the filtered target, 0 past num_emitted.
+    `nucleus` [B, K + 1] or None: Nucleus of each emitted row, 0 past num_emitted."""
+
+    tokens: Tensor
+    num_accepted: Tensor
+    num_emitted: Tensor
+    status: Tensor
+    logprobs: Tensor | None = None
+    nucleus: Nucleus | None = None
+
+
+def verify_chain(
+    target_logits: Tensor | None,
+    draft_tokens: Tensor,
+    cu_num_draft: Tensor,
+    params: SamplingTensors,
+    position: Tensor | None = None,
+    *,
+    draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    draft_nucleus: Nucleus | None = None,
+    draft_probs: Tensor | None = None,
+    draft_params: SamplingTensors | None = None,
+    target_to_draft: Tensor | None = None,
+    target_probs: Tensor | None = None,
+    rule: str = "token",
+    max_draft: int | None = None,
+    emit_bonus: bool = True,
+    filter_order: str = "hf",
+    logprobs: int = 0,
+    return_nucleus: bool = False,
+    out: VerifyOutput | None = None,
+    backend: str = "auto",
+    validate: bool = False,
+) -> VerifyOutput:
+    """Verifies a batch of draft chains; the emitted tokens are distributed exactly as the target's own sampling.
+
+    rule "token" (Leviathan et al. 2211.17192, Chen et al. 2302.01318): draft x_i is accepted iff u * q_i(x_i) < p_i(x_i);
+    the first rejected row emits a token of max(0, p_i - q_i), renormalised (p_i if nothing is left); a chain accepted to
+    its end emits one of p_d. rule "coupled" (Daliri et al. 2408.07978): row i samples y_i from p_i with the noise plain
+    sampling would use, and drafts are accepted while x_i = y_i; q is not read and the text is that of `sample`.
+    Requests with temperature 0 accept drafts that equal the argmax (lowest id). p and q are temperature- and
+    filter-processed as their parameters say.
+
+    Request b has d_b = cu_num_draft[b + 1] - cu_num_draft[b] drafts and owns the d_b + 1 consecutive target rows from
+    cu_num_draft[b] + b: row i is the distribution of the token that draft i guesses, its last row the bonus row. With
+    D = sum d_b, N = D + B and K = max_draft:
+
+    Args:
+        target_logits: [R >= N, V] float32, bfloat16 or float16, last dimension contiguous; rows past N are not read. None
+            with `target_probs`.
+        draft_tokens: int32/int64 [>= D], target ids, request-major. A negative id or one >= V is a placeholder: the chain
+            ends there and its row emits from p.
+        cu_num_draft: int32 [B + 1], exclusive prefix sum of d_b. Values are clamped to what is there (status 32).
+        params: SamplingTensors of the B requests (with `target_probs` only `seed` is used).
+        position: int64 [B], absolute position (padding not counted) of the token that row 0 predicts. None is 0: the
+            caller gives fresh seeds every step.
+        draft_logits: [>= D, Vd], or any [..., Vd] with `draft_rows`, before temperature; None: deterministic drafts
+            (one-hot q). Requires `draft_params`.
+        draft_rows: int32/int64 [>= D], row of `draft_logits` or `draft_probs` (viewed as [-1, Vd]) of each draft.
+        draft_nucleus: Nucleus of float32 [>= D], as `sample(return_nucleus=True)` gave it for each draft; the draft rows
+            are then read only where needed. Overrides the filters of `draft_params`, not its temperature.
+        draft_probs: float32 [>= D, Vd] or [..., Vd] with `draft_rows`: q, taken as it is.
+        draft_params: the parameters the drafts were really sampled with (`params` where they are the same): a guessed q
+            biases the output. Temperature 0: deterministic drafts.
+        target_to_draft: int32/int64 [V], column of target id v in the draft rows or -1 (q = 0). None: ids are the same,
+            and q = 0 for ids >= Vd.
+        target_probs: float32 [R >= N, V] instead of logits: p, taken as it is; no temperature, no filter.
+        rule: "token" or "coupled".
+        max_draft: K. None derives it from cu_num_draft (CPU tensors only, not under torch.compile). Longer chains are cut
+            at K (status 32).
+        emit_bonus: False: a chain accepted to its end emits no bonus token.
+        filter_order: as in `nucleus`, for p and q.
+        logprobs: 0, or 1 for the emitted tokens' log-probabilities.
+        return_nucleus: also return the emitted rows' Nucleus.
+        out: a VerifyOutput of the same shapes to write into; every element is written.
+        backend: "auto", "native" or "eager".
+        validate: also read the values and raise ValueError for what would set a status bit (a sync on devices).
+
+    Returns:
+        VerifyOutput.
+
+    Raises:
+        ValueError: an argument of the wrong shape, dtype, device or range; nothing is written then.
+        BackendUnavailable: `backend` names one that cannot run here.
+
+    Randomness: Philox4x32-10 keyed by the request's seed; coins on stream 1 at (anchor = position[b], offset i), the
+    emitted token on stream 2 at its absolute position. No host sync; output shapes depend on B and K only. The caller's
+    tensors are not modified, nothing of size [rows, V] is allocated by the native backend.
+
+    >>> logits = torch.tensor([[0.0, 9.0, 0.0], [0.0, 0.0, 9.0], [9.0, 0.0, 0.0]])
+    >>> params = SamplingTensors.create(temperature=0.0)
+    >>> verify_chain(logits, torch.tensor([1, 0]), torch.tensor([0, 2], dtype=torch.int32), params).tokens
+    tensor([[ 1,  2, -1]], dtype=torch.int32)
+    """
+    op = "verify_chain"
+    if (target_logits is None) == (target_probs is None):
+        _checks.fail(op, "target_logits", "given, or target_probs instead of it", "both" if target_logits is not None else "neither")
+    target_is_probs = target_probs is not None
+    target = target_probs if target_is_probs else target_logits
+    if target_is_probs:
+        _checks.rows2d(op, "target_probs", target, (torch.float32,))
+    else:
+        _checks.rows2d(op, "target_logits", target)
+    device, vocab = target.device, target.shape[1]
+
+    if not isinstance(cu_num_draft, Tensor) or cu_num_draft.dim() != 1 or cu_num_draft.shape[0] < 1:
+        _checks.fail(op, "cu_num_draft", "int32 [B + 1]", cu_num_draft)
+    B = cu_num_draft.shape[0] - 1
+    _checks.vector(op, "cu_num_draft", cu_num_draft, (torch.int32,), B + 1, "B + 1", device)
+    _checks.vector(op, "draft_tokens", draft_tokens, _checks.INDEX_DTYPES, 0, "D", device, at_least=True)
+    _checks.params(op, "params", params, B, device)
+    if position is not None:
+        _checks.vector(op, "position", position, (torch.int64,), B, "B", device)
+    if max_draft is None:
+        if device.type != "cpu":
+            _checks.fail(op, "max_draft", f"given for tensors on {device} (reading cu_num_draft would sync)", "None")
+        max_draft = max(int((cu_num_draft[1:] - cu_num_draft[:-1]).max()), 0) if B else 0
+    elif max_draft < 0:
+        _checks.fail(op, "max_draft", ">= 0", max_draft)
+    K = max_draft
+
+    D = draft_tokens.shape[0]
+    if draft_logits is not None and draft_probs is not None:
+        _checks.fail(op, "draft_probs", "None where draft_logits is given", draft_probs)
+    draft_is_probs = draft_probs is not None
+    draft = draft_probs if draft_is_probs else draft_logits
+    draft_name = "draft_probs" if draft_is_probs else "draft_logits"
+    if draft is not None:
+        draft = _draft_matrix(op, draft_name, draft, draft_rows, D, device, draft_is_probs)
+    if draft_rows is not None:
+        if draft is None:
+            _checks.fail(op, "draft_rows", "None where there are no draft_logits or draft_probs", draft_rows)
+        _checks.vector(op, "draft_rows", draft_rows, _checks.INDEX_DTYPES, D, "D", device, at_least=True)
+    if draft_logits is not None:
+        if draft_params is None:
+            _checks.fail(op, "draft_params", "given with draft_logits (the parameters the drafts were sampled with)", "None")
+        _checks.params(op, "draft_params", draft_params, B, device)
+    else:
+        draft_params = None
+    if draft_nucleus is not None:
+        if draft_logits is None:
+            _checks.fail(op, "draft_nucleus", "None where there are no draft_logits", "a Nucleus")
+        for name, tensor in zip(Nucleus._fields, draft_nucleus, strict=True):
+            _checks.vector(op, f"draft_nucleus.{name}", tensor, (torch.float32,), D, "D", device, at_least=True)
+    if target_to_draft is not None:
+        _checks.vector(op, "target_to_draft", target_to_draft, _checks.INDEX_DTYPES, vocab, "V", device)
+    rule_index = _checks.choice(op, "rule", rule, _schemas.RULES)
+    order = _checks.choice(op, "filter_order", filter_order, _schemas.FILTER_ORDERS)
+    if logprobs not in (0, 1):
+        _checks.fail(op, "logprobs", "0 or 1", logprobs)
+
+    out = _outputs(op, out, B, K, device, bool(logprobs), return_nucleus)
+    if validate:
+        _validate(op, target, target_is_probs, draft_tokens, cu_num_draft, draft, draft_rows, target_to_draft, K)
+    if B == 0:
+        return out
+    run = _backends.op(op, _backends.resolve(op, backend, device))
+    q = draft_params
+    run(
+        target,
+        target_is_probs,
+        draft_tokens,
+        cu_num_draft,
+        params.temperature,
+        params.top_p,
+        params.top_k,
+        params.min_p,
+        params.seed,
+        params.slots,
+        position,
+        draft,
+        draft_is_probs,
+        draft_rows,
+        *(draft_nucleus or (None, None, None)),
+        *((q.temperature, q.top_p, q.top_k, q.min_p, q.slots) if q is not None else (None,) * 5),
+        target_to_draft,
+        rule_index,
+        emit_bonus,
+        order,
+        out.tokens,
+        out.num_accepted,
+        out.num_emitted,
+        out.status,
+        out.logprobs,
+        *(out.nucleus or (None, None, None)),
+    )
+    return out
+
+
+def _draft_matrix(op, name, draft, draft_rows, D: int, device: torch.device, is_probs: bool) -> Tensor:
+    """Draft rows as [rows, Vd], in place."""
+    if not isinstance(draft, Tensor) or draft.dim() < 2 or (draft_rows is None and draft.dim() != 2):
+        _checks.fail(op, name, "[>= D, Vd], or [..., Vd] with draft_rows", draft)
+    if draft.dim() > 2:
+        try:
+            draft = draft.view(-1, draft.shape[-1])
+        except RuntimeError:
+            _checks.fail(op, name, "viewable as [rows, Vd] without a copy", f"strides {list(draft.stride())}")
+    _checks.rows2d(op, name, draft, (torch.float32,) if is_probs else _checks.LOGITS_DTYPES)
+    if draft.device != device or (draft_rows is None and draft.shape[0] < D):
+        _checks.fail(op, name, f"[>= D={D}, Vd] on {device}", draft)
+    return draft
+
+
+def _outputs(op, out, B: int, K: int, device: torch.device, logprobs: bool, return_nucleus: bool) -> VerifyOutput:
+    if out is None:
+        accepted, emitted, status = torch.empty(3, B, dtype=torch.int32, device=device)
+        return VerifyOutput(
+            torch.empty(B, K + 1, dtype=torch.int32, device=device),
+            accepted,
+            emitted,
+            status,
+            torch.empty(B, K + 1, dtype=torch.float32, device=device) if logprobs else None,
+            Nucleus(*torch.empty(3, B, K + 1, dtype=torch.float32, device=device)) if return_nucleus else None,
+        )
+    _checks.output(op, "out.tokens", out.tokens, torch.int32, (B, K + 1), device)
+    for name in ("num_accepted", "num_emitted", "status"):
+        _checks.output(op, f"out.{name}", getattr(out, name), torch.int32, (B,), device)
+    if (out.logprobs is not None) != logprobs or (out.nucleus is not None) != return_nucleus:
+        _checks.fail(op, "out", "a VerifyOutput made with the same logprobs and return_nucleus", "other fields")
+    if out.logprobs is not None:
+        _checks.output(op, "out.logprobs", out.logprobs, torch.float32, (B, K + 1), device)
+    for name, tensor in zip(Nucleus._fields, out.nucleus or (), strict=False):
+        _checks.output(op, f"out.nucleus.{name}", tensor, torch.float32, (B, K + 1), device)
+    return out
+
+
+def _validate(op, target, target_is_probs, draft_tokens, cu, draft, draft_rows, target_to_draft, K: int) -> None:
+    """Reads the values that the kernels would clamp or flag."""
+    offsets = cu.tolist()
+    B = len(offsets) - 1
+    lengths = [offsets[b + 1] - offsets[b] for b in range(B)]
+    if offsets[0] != 0 or any(d < 0 for d in lengths):
+        _checks.fail(op, "cu_num_draft", "a non-decreasing prefix sum that starts at 0", str(offsets))
+    if any(d > K for d in lengths):
+        _checks.fail(op, "cu_num_draft", f"of at most max_draft={K} drafts a request", str(lengths))
+    D = offsets[-1]
+    if D > draft_tokens.shape[0]:
+        _checks.fail(op, "draft_tokens", f"[>= D={D}]", draft_tokens)
+    if D + B > target.shape[0]:
+        name = "target_probs" if target_is_probs else "target_logits"
+        _checks.fail(op, name, f"[>= D + B={D + B}, V]", target)
+    drafts = draft_tokens[:D]
+    bad = (drafts < 0) | (drafts >= target.shape[1])
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        _checks.fail(op, "draft_tokens", f"in [0, {target.shape[1]})", f"{int(drafts[first])} at {first}")
+    name = "target_probs" if target_is_probs else "target_logits"
+    used = target[: D + B]
+    if bool(torch.isnan(used).any()):
+        _checks.fail(op, name, "free of NaN", f"NaN in row {int(torch.isnan(used).any(1).nonzero()[0])}")
+    live = (used > 0).any(1) if target_is_probs else (used > -torch.inf).any(1)
+    if not bool(live.all()):
+        _checks.fail(op, name, "of rows with something to keep", f"none in row {int((~live).nonzero()[0])}")
+    if draft is not None:
+        index = draft_rows[:D].long() if draft_rows is not None else torch.arange(D, device=draft.device)
+        if D and (int(index.min()) < 0 or int(index.max()) >= draft.shape[0]):
+            _checks.fail(op, "draft_rows", f"in [0, {draft.shape[0]})", f"{int(index.min())}..{int(index.max())}")
+        if bool(torch.isnan(draft[index]).any()):
+            _checks.fail(op, "draft_logits/draft_probs", "free of NaN", "NaN")
+    if target_to_draft is not None and draft is not None:
+        if int(target_to_draft.max()) >= draft.shape[1] or int(target_to_draft.min()) < -1:
+            _checks.fail(op, "target_to_draft", f"in [-1, Vd={draft.shape[1]})", f"max {int(target_to_draft.max())}")
