@@ -53,6 +53,8 @@ def cpu_extension():
                 "-ffp-contract=off",
                 "-fno-math-errno",
                 "-Wall",
+                # GCC 12 warns about the deliberately undefined operands of its own AVX-512 intrinsics.
+                "-Wno-maybe-uninitialized",
                 "-Wno-psabi",
                 f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
             ]

@@ -163,6 +163,8 @@ def _race_residual(p: Tensor, q: Tensor, noise: Tensor) -> tuple[int, float]:
     # log(p - q) magnifies a relative error of p and q by (p + q) / (p - q).
     magnified = (p + finite_q) / torch.where(weights > 0, weights, torch.ones_like(weights))
     token, margin = race(weights, noise, torch.ones_like(p) if weights is p else magnified)
+    if weights is not p:  # the winner's own residual vanishes under an error of this size
+        margin = min(margin, float((p[token] - finite_q[token]) / (p[token] + finite_q[token])))
     # A token just outside the support can enter it under an error of this size.
     outside = (p > 0) & (p <= finite_q) & (finite_q < 1)
     if weights is not p and bool(outside.any()):

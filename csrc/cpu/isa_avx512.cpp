@@ -2,6 +2,7 @@
 // compiled for it and then shared with code that must run elsewhere.
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

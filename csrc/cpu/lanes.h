@@ -143,24 +143,32 @@ SPECDEC_HD void store(int32_t* p, const LanesI& a) {
   SPECDEC_EACH std::memcpy(p + l * kNative, &a.v[l], sizeof(NativeI));
 }
 
-// The two operations that vector types cannot say: a mask as bits (lane 0 lowest), and the masked lanes moved together.
+// The three operations that vector types cannot say: a mask as bits (lane 0 lowest), the masked lanes moved together, and the
+// 64-bit products of the even 32-bit lanes.
+typedef uint32_t NativeU __attribute__((vector_size(SPECDEC_VECTOR_BYTES)));
+typedef uint64_t NativeU64 __attribute__((vector_size(SPECDEC_VECTOR_BYTES)));
+
 #if SPECDEC_VECTOR_BYTES == 64
+SPECDEC_HD NativeU64 multiply_even(NativeU64 a, NativeU64 b) { return (NativeU64)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
 SPECDEC_HD uint32_t bits(const LanesM& m) { return _mm512_movepi32_mask((__m512i)m.v[0]); }
 SPECDEC_HD void compress(float* out, const LanesF& a, uint32_t mask) {
   _mm512_storeu_ps(out, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), (__m512)a.v[0]));
 }
 #else
 #if SPECDEC_VECTOR_BYTES == 32
+SPECDEC_HD NativeU64 multiply_even(NativeU64 a, NativeU64 b) { return (NativeU64)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
 SPECDEC_HD uint32_t bits(const LanesM& m) {
   return _mm256_movemask_ps((__m256)m.v[0]) | static_cast<uint32_t>(_mm256_movemask_ps((__m256)m.v[1])) << 8;
 }
 #elif defined(__SSE2__)
+SPECDEC_HD NativeU64 multiply_even(NativeU64 a, NativeU64 b) { return (NativeU64)_mm_mul_epu32((__m128i)a, (__m128i)b); }
 SPECDEC_HD uint32_t bits(const LanesM& m) {
   uint32_t r = 0;
   SPECDEC_EACH r |= static_cast<uint32_t>(_mm_movemask_ps((__m128)m.v[l])) << (l * kNative);
   return r;
 }
 #else
+SPECDEC_HD NativeU64 multiply_even(NativeU64 a, NativeU64 b) { return (a & 0xffffffffull) * (b & 0xffffffffull); }
 SPECDEC_HD uint32_t bits(const LanesM& m) {
   int32_t x[kLanes];
   SPECDEC_EACH std::memcpy(x + l * kNative, &m.v[l], sizeof(NativeI));

@@ -155,6 +155,64 @@ SPECDEC_HD float low_for_mass(int64_t tiles, int64_t vocab, double goal, double 
   return held > low ? held : low;
 }
 
+struct Bracket {
+  float low, high;
+  bool useful;
+};
+
+// Where the threshold of top-p probably lies, from every n-th bundle of the row: worth it where many values are above `low`,
+// the bound that is certain. What is estimated is the mass below the threshold (`left`), which many small values make up;
+// the bracket is a few standard deviations wide, and the caller checks what it contains.
+template <class T>
+SPECDEC_HD Bracket estimate_bracket(const T* z, int64_t vocab, float low, float row_max, float scale, double left) {
+  constexpr int64_t kSampled = 256, kMany = 4096;
+  const int64_t bundles = vocab / kLanes, stride = bundles / kSampled;
+  if (stride < 2) return {low, kInf, false};
+  const float range = row_max - low;
+  if (!(range > 1e-30f && range < 1e38f)) return {low, kInf, false};
+  const LanesF from(low), m(row_max), c(scale), zero(0.0f), step(static_cast<float>(kBuckets) / range);
+  int64_t inside = 0;
+  for (int64_t i = 0; i < bundles; i += stride) inside += __builtin_popcount(bits(load(z + i * kLanes) >= from));
+  if (inside * stride < kMany) return {low, kInf, false};
+
+  LanesF below(0.0f), below2(0.0f);
+  float mass[kBuckets] = {}, square[kBuckets] = {};
+  for (int64_t i = 0; i < bundles; i += stride) {
+    const LanesF a = load(z + i * kLanes), w = exp2_floor((a - m) * c);
+    const LanesM in = a >= from;
+    const LanesF tail = select(in, zero, w);
+    below = below + tail;
+    below2 = below2 + tail * tail;
+    uint32_t hit = bits(in);
+    if (!hit) continue;
+    int32_t index[kLanes];
+    float x[kLanes];
+    store(index, to_int(larger((a - from) * step, zero)));
+    store(x, w);
+    for (; hit; hit &= hit - 1) {
+      const int l = __builtin_ctz(hit);
+      const int b = index[l] < kBuckets ? index[l] : kBuckets - 1;
+      mass[b] += x[l];
+      square[b] += x[l] * x[l];
+    }
+  }
+  const double f = static_cast<double>(stride);
+  double sum = horizontal_sum(below), sum2 = horizontal_sum(below2);
+  Bracket bracket{low, kInf, true};
+  for (int b = 0; b < kBuckets; ++b) {
+    const double edge_sum = f * sum, deviation = 3.5 * f * __builtin_sqrt(sum2);
+    const float edge = low + static_cast<float>(b) * (range / kBuckets);
+    if (edge_sum + deviation <= left) bracket.low = edge;
+    if (edge_sum - deviation > left) {
+      bracket.high = edge;
+      break;
+    }
+    sum += mass[b];
+    sum2 += square[b];
+  }
+  return bracket;
+}
+
 // Where the min-p condition p(x) >= min_p * max p begins, a little below it.
 SPECDEC_HD float low_for_min_p(float log2_min_p, float row_max, float scale) {
   const float offset = log2_min_p / scale;
@@ -208,7 +266,19 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
     const float p = low_for_mass(tiles, vocab, filter.top_p * stats.mass, stats.mass, row_max, scale, scratch);
     low = p > low ? p : low;
   }
-  double above;
+  double above = 0.0;
+  if (has_p && !has_k && !has_m) {
+    const double goal = filter.top_p * stats.mass;
+    const Bracket at = estimate_bracket(z, vocab, low, row_max, scale, stats.mass - goal);
+    if (at.useful) {
+      const int64_t n = collect<true>(z, vocab, at.low, at.high, row_max, scale, scratch, above);
+      if (above < goal) {
+        copy_candidates(scratch, n, /*unit_weights=*/false);
+        const float cutoff = find_threshold_of_copy(scratch, n, goal, above).value;
+        if (cutoff > -kInf) return {cutoff, row_max, log_pos(static_cast<float>(above + mass_from(scratch, n, cutoff)))};
+      }
+    }
+  }
   const int64_t n = collect<false>(z, vocab, low, kInf, row_max, scale, scratch, above);
 
   float cutoff = -kInf;

@@ -74,10 +74,10 @@ SPECDEC_HD void sort_descending(float* v, float* w, int64_t n) {
   }
 }
 
-// Searches the finite values v[0..n) with weights w[0..n), n >= 1, both overwritten.
-inline Threshold find_threshold(float* v, float* w, int64_t n, double goal) {
+// Searches the finite values v[0..n) with weights w[0..n), both overwritten. `above` is the weight of larger values, not among
+// them; then of all values over the range still searched.
+inline Threshold find_threshold(float* v, float* w, int64_t n, double goal, double above = 0.0) {
   if (n <= 0) return {-kInf};
-  double above = 0.0;      // weight of the values over the range still searched
   bool certain = false;    // a histogram has shown that the range reaches the goal
   for (int level = 0; n > kSmall && level < kMaxLevels; ++level) {
     float low, high;
@@ -151,8 +151,8 @@ SPECDEC_HD void copy_candidates(Scratch& s, int64_t n, bool unit_weights) {
     std::memcpy(s.work_weights, s.weights, n * sizeof(float));
 }
 
-SPECDEC_HD Threshold find_threshold_of_copy(Scratch& s, int64_t n, double goal) {
-  return find_threshold(s.work_values, s.work_weights, n, goal);
+SPECDEC_HD Threshold find_threshold_of_copy(Scratch& s, int64_t n, double goal, double above = 0.0) {
+  return find_threshold(s.work_values, s.work_weights, n, goal, above);
 }
 
 // Weight of the candidates >= cutoff, in the row's order.

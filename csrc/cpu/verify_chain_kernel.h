@@ -16,6 +16,7 @@ struct RowDecision {
   int32_t status = 0;
   bool accepted = false;
   bool from_residual = false;  // a rejected row that emits from max(0, p - q) rather than from p
+  int64_t token = -1;          // what a rejected row emits, where deciding has already found it
 };
 
 namespace SPECDEC_ISA {
@@ -96,19 +97,6 @@ inline Usable draft_nucleus(const VerifyChainArgs& a, int64_t b, int64_t j) {
   return {n, status == 0};
 }
 
-inline int64_t emit_token(const Dist& p, int64_t vocab, const NoiseKey& key, const Dist* q, bool& found) {
-  if (q) {
-    const Winner left = race(vocab, key, ResidualWeights{p, *q});
-    if (left.score > -kInf) {
-      found = true;
-      return left.token;
-    }
-  }
-  const Winner winner = race(vocab, key, DistWeights{p});
-  found = winner.score > -kInf;
-  return winner.token;
-}
-
 inline NoiseKey sample_key(const VerifyChainArgs& a, int64_t b, int64_t i) {
   const int64_t anchor = a.position ? a.position[b] : 0;
   return make_key(a.params.seed[a.params.slot(b)], static_cast<int64_t>(static_cast<uint64_t>(anchor) + i), kStreamSample, 0);
@@ -134,9 +122,10 @@ inline int64_t row_token(const VerifyChainArgs& a, int64_t b, const Chain& chain
     found = true;
     return first_equal(p.source, vocab, d.p[1]);
   }
-  if (!d.from_residual) return emit_token(p, vocab, sample_key(a, b, i), nullptr, found);
-  const Dist q = draft_dist(a, b, chain.start + i, unpack(d.q));
-  return emit_token(p, vocab, sample_key(a, b, i), &q, found);
+  const Dist q = d.from_residual ? draft_dist(a, b, chain.start + i, unpack(d.q)) : Dist{};
+  const Winner winner = race_dist(p, d.from_residual ? &q : nullptr, vocab, sample_key(a, b, i));
+  found = winner.score > -kInf;
+  return winner.token;
 }
 
 // Decides draft i (or, at i = d, just looks at the bonus row). Returns whether the chain goes on.
@@ -157,14 +146,17 @@ inline bool verify_row(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecisi
   }
   const Dist p = target_dist(a, row, filter, nucleus);
   if (filter.greedy && !a.target_is_probs) {
-    d.accepted = first_equal(p.source, vocab, nucleus.row_max) == x;
+    d.token = first_equal(p.source, vocab, nucleus.row_max);
+    d.accepted = d.token == x;
     return d.accepted;
   }
   if (a.rule == kRuleCoupled) {
     bool found = false;
     int32_t status = 0;
-    d.accepted = row_token(a, b, chain, i, filter, d, found, status) == x && found;
+    const int64_t token = row_token(a, b, chain, i, filter, d, found, status);
     d.status |= status;
+    d.accepted = found && token == x;
+    if (found) d.token = token;
     return d.accepted;
   }
   const Usable usable = draft_nucleus(a, b, j);
@@ -206,8 +198,8 @@ inline void verify_finish(const VerifyChainArgs& a, int64_t b, const RowDecision
     const RowDecision& d = decisions[i];
     status |= d.status;
     bool found = true;
-    const int64_t token =
-        d.accepted ? a.draft_tokens[chain.start + i] : row_token(a, b, chain, i, filter, d, found, status);
+    int64_t token = d.accepted ? a.draft_tokens[chain.start + i] : d.token;
+    if (token < 0) token = row_token(a, b, chain, i, filter, d, found, status);
     float logprob = -kInf;
     if (a.logprobs && found) {
       const Dist p = target_dist(a, chain.start + b + i, filter, unpack(d.p));
