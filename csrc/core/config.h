@@ -1,4 +1,5 @@
-// Names and qualifiers that let the numerics in csrc/core compile for the host, per instruction set, and for CUDA devices.
+// Names and qualifiers that let the numerics in csrc/core compile for the host, per instruction set, and for CUDA
+// devices.
 #pragma once
 
 #include <cstdint>

@@ -23,9 +23,9 @@ enum FilterOrder : int32_t { kOrderHf = 0, kOrderVllm = 1, kOrderJoint = 2 };
 // One request's parameters, made safe: a device value that the host could not check never divides by zero or loops.
 struct Filter {
   float inv_temperature;
-  float scale;  // log2(e) / T
-  float top_p;  // >= 1: off
-  float min_p;  // <= 0: off
+  float scale;    // log2(e) / T
+  float top_p;    // >= 1: off
+  float min_p;    // <= 0: off
   int64_t top_k;  // <= 0: off
   bool greedy;
 };

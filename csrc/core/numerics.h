@@ -1,6 +1,7 @@
 // exp2, log and log1p for float32, by the same operations in every backend: no fused multiply-add, no library calls.
-// F is float, or a bundle of lanes with the same operators; I is its integer twin. Each needs, found by argument-dependent
-// lookup or in this namespace: select(mask, F, F), as_int(F), as_float(I), shift_left(I, n), shift_right(I, n), to_float(I).
+// F is float, or a bundle of lanes with the same operators; I is its integer twin. Each needs, found by
+// argument-dependent lookup or in this namespace: select(mask, F, F), as_int(F), as_float(I), shift_left(I, n),
+// shift_right(I, n), to_float(I).
 #pragma once
 
 #include <cstring>
@@ -72,8 +73,8 @@ SPECDEC_HD F log_pos(F x) {
   return log_parts(as_float(i - shift_left(e, 23)) - F(1.0f), to_float(e));
 }
 
-// -log1p(-u) for u in [2^-33, 1 - 2^-24]: a standard exponential. Where 1 - u needs no scaling, u itself is the mantissa's
-// distance from 1, which keeps small u exact.
+// -log1p(-u) for u in [2^-33, 1 - 2^-24]: a standard exponential. Where 1 - u needs no scaling, u itself is the
+// mantissa's distance from 1, which keeps small u exact.
 template <class F>
 SPECDEC_HD F exponential(F u) {
   const F w = F(1.0f) - u;

@@ -31,17 +31,13 @@ typedef uint16_t NativeU16 __attribute__((vector_size(SPECDEC_VECTOR_BYTES / 2))
 struct LanesI {
   NativeI v[kParts];
   LanesI() = default;
-  SPECDEC_HD LanesI(int32_t x) {
-    SPECDEC_EACH v[l] = NativeI{} + x;
-  }
+  SPECDEC_HD LanesI(int32_t x) { SPECDEC_EACH v[l] = NativeI{} + x; }
 };
 
 struct LanesF {
   NativeF v[kParts];
   LanesF() = default;
-  SPECDEC_HD LanesF(float x) {
-    SPECDEC_EACH v[l] = NativeF{} + x;
-  }
+  SPECDEC_HD LanesF(float x) { SPECDEC_EACH v[l] = NativeF{} + x; }
 };
 
 // Comparison result: all bits of a lane set or clear.
@@ -49,11 +45,11 @@ struct LanesM {
   NativeI v[kParts];
 };
 
-#define SPECDEC_LANES_BINARY(op)                                 \
+#define SPECDEC_LANES_BINARY(op)                                    \
   SPECDEC_HD LanesF operator op(const LanesF& a, const LanesF& b) { \
-    LanesF r;                                                    \
-    SPECDEC_EACH r.v[l] = a.v[l] op b.v[l];                      \
-    return r;                                                    \
+    LanesF r;                                                       \
+    SPECDEC_EACH r.v[l] = a.v[l] op b.v[l];                         \
+    return r;                                                       \
   }
 SPECDEC_LANES_BINARY(+)
 SPECDEC_LANES_BINARY(-)
@@ -61,11 +57,11 @@ SPECDEC_LANES_BINARY(*)
 SPECDEC_LANES_BINARY(/)
 #undef SPECDEC_LANES_BINARY
 
-#define SPECDEC_LANES_COMPARE(op)                                \
+#define SPECDEC_LANES_COMPARE(op)                                   \
   SPECDEC_HD LanesM operator op(const LanesF& a, const LanesF& b) { \
-    LanesM r;                                                    \
-    SPECDEC_EACH r.v[l] = a.v[l] op b.v[l];                      \
-    return r;                                                    \
+    LanesM r;                                                       \
+    SPECDEC_EACH r.v[l] = a.v[l] op b.v[l];                         \
+    return r;                                                       \
   }
 SPECDEC_LANES_COMPARE(>)
 SPECDEC_LANES_COMPARE(>=)
@@ -138,30 +134,38 @@ SPECDEC_HD LanesF load(const float* p) {
   SPECDEC_EACH std::memcpy(&r.v[l], p + l * kNative, sizeof(NativeF));
   return r;
 }
-SPECDEC_HD void store(float* p, const LanesF& a) { SPECDEC_EACH std::memcpy(p + l * kNative, &a.v[l], sizeof(NativeF)); }
+SPECDEC_HD void store(float* p, const LanesF& a) {
+  SPECDEC_EACH std::memcpy(p + l * kNative, &a.v[l], sizeof(NativeF));
+}
 SPECDEC_HD void store(int32_t* p, const LanesI& a) {
   SPECDEC_EACH std::memcpy(p + l * kNative, &a.v[l], sizeof(NativeI));
 }
 
-// The three operations that vector types cannot say: a mask as bits (lane 0 lowest), the masked lanes moved together, and the
-// 64-bit products of the even 32-bit lanes.
+// The three operations that vector types cannot say: a mask as bits (lane 0 lowest), the masked lanes moved together,
+// and the 64-bit products of the even 32-bit lanes.
 typedef uint32_t NativeU __attribute__((vector_size(SPECDEC_VECTOR_BYTES)));
 typedef uint64_t NativeU64 __attribute__((vector_size(SPECDEC_VECTOR_BYTES)));
 
 #if SPECDEC_VECTOR_BYTES == 64
-SPECDEC_HD NativeU64 multiply_even(NativeU64 a, NativeU64 b) { return (NativeU64)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
+SPECDEC_HD NativeU64 multiply_even(NativeU64 a, NativeU64 b) {
+  return (NativeU64)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+}
 SPECDEC_HD uint32_t bits(const LanesM& m) { return _mm512_movepi32_mask((__m512i)m.v[0]); }
 SPECDEC_HD void compress(float* out, const LanesF& a, uint32_t mask) {
   _mm512_storeu_ps(out, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), (__m512)a.v[0]));
 }
 #else
 #if SPECDEC_VECTOR_BYTES == 32
-SPECDEC_HD NativeU64 multiply_even(NativeU64 a, NativeU64 b) { return (NativeU64)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+SPECDEC_HD NativeU64 multiply_even(NativeU64 a, NativeU64 b) {
+  return (NativeU64)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+}
 SPECDEC_HD uint32_t bits(const LanesM& m) {
   return _mm256_movemask_ps((__m256)m.v[0]) | static_cast<uint32_t>(_mm256_movemask_ps((__m256)m.v[1])) << 8;
 }
 #elif defined(__SSE2__)
-SPECDEC_HD NativeU64 multiply_even(NativeU64 a, NativeU64 b) { return (NativeU64)_mm_mul_epu32((__m128i)a, (__m128i)b); }
+SPECDEC_HD NativeU64 multiply_even(NativeU64 a, NativeU64 b) {
+  return (NativeU64)_mm_mul_epu32((__m128i)a, (__m128i)b);
+}
 SPECDEC_HD uint32_t bits(const LanesM& m) {
   uint32_t r = 0;
   SPECDEC_EACH r |= static_cast<uint32_t>(_mm_movemask_ps((__m128)m.v[l])) << (l * kNative);
@@ -224,7 +228,8 @@ SPECDEC_HD LanesI load_u16(const void* p) {
 }
 SPECDEC_HD LanesF load(const BFloat16* p) { return as_float(shift_left(load_u16(p), 16)); }
 
-// IEEE half to float without the F16C instruction, exact for subnormals, infinities and NaN in any rounding or flush mode.
+// IEEE half to float without the F16C instruction, exact for subnormals, infinities and NaN in any rounding or flush
+// mode.
 template <class F, class I>
 SPECDEC_HD F half_to_float(I h) {
   const I sign = shift_left(shift_right(h, 15), 31);
@@ -239,7 +244,9 @@ SPECDEC_HD F half_to_float(I h) {
 SPECDEC_HD LanesF load(const Half* p) { return half_to_float<LanesF>(load_u16(p)); }
 
 SPECDEC_HD float load_one(const float* p) { return *p; }
-SPECDEC_HD float load_one(const BFloat16* p) { return as_float(static_cast<int32_t>(static_cast<uint32_t>(p->bits) << 16)); }
+SPECDEC_HD float load_one(const BFloat16* p) {
+  return as_float(static_cast<int32_t>(static_cast<uint32_t>(p->bits) << 16));
+}
 SPECDEC_HD float load_one(const Half* p) { return half_to_float<float>(static_cast<int32_t>(p->bits)); }
 
 // The n < 16 elements at p, then `fill`.

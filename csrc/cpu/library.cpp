@@ -112,4 +112,6 @@ void parallel(int64_t n, int64_t elements, void (*body)(int64_t, void*), void* c
 }  // namespace specdec
 
 STABLE_TORCH_LIBRARY_FRAGMENT(specdec_kernels, m) { m.def("cpu_isa() -> int"); }
-STABLE_TORCH_LIBRARY_IMPL(specdec_kernels, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&specdec::cpu_isa)); }
+STABLE_TORCH_LIBRARY_IMPL(specdec_kernels, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&specdec::cpu_isa));
+}

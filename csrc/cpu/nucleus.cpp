@@ -4,8 +4,8 @@
 namespace specdec {
 namespace {
 
-void nucleus(Tensor logits, Tensor temperature, Tensor top_p, Tensor top_k, Tensor min_p, MaybeTensor slots, MaybeTensor rows,
-             int64_t filter_order, Tensor cutoff, Tensor row_max, Tensor log_mass, Tensor status) {
+void nucleus(Tensor logits, Tensor temperature, Tensor top_p, Tensor top_k, Tensor min_p, MaybeTensor slots,
+             MaybeTensor rows, int64_t filter_order, Tensor cutoff, Tensor row_max, Tensor log_mass, Tensor status) {
   constexpr const char* op = "nucleus";
   RowOpArgs a;
   a.logits = rows_view(op, "logits", logits);

@@ -1,5 +1,5 @@
-// Exponential race over a row: the winner is argmax of log w_v - log e_v. Tokens are taken in groups of 64 (16 Philox blocks);
-// a group none of whose tokens can still win is skipped before any noise is made for it.
+// Exponential race over a row: the winner is argmax of log w_v - log e_v. Tokens are taken in groups of 64 (16 Philox
+// blocks); a group none of whose tokens can still win is skipped before any noise is made for it.
 #pragma once
 
 #include <type_traits>
@@ -24,7 +24,8 @@ SPECDEC_HD void multiply(NativeU a, NativeU64 b, NativeU& high, NativeU& low) {
   low = (NativeU)((even & low_half) | (odd << 32));
 }
 
-// Uniforms of 64 consecutive tokens: u[w] holds, over its 16 lanes, word w of each of the 16 blocks, so token 4 * lane + w.
+// Uniforms of 64 consecutive tokens: u[w] holds, over its 16 lanes, word w of each of the 16 blocks, so token 4 * lane
+// + w.
 struct GroupUniforms {
   LanesF u[4];
 };
@@ -85,8 +86,8 @@ struct Winner {
   int64_t token = 0;
 };
 
-// `weights(base, n, floor, out)` fills out[0..64) with the log-weights of tokens base..base + n - 1 (-inf where a token does
-// not race, and past n), and returns whether any is above `floor`.
+// `weights(base, n, floor, out)` fills out[0..64) with the log-weights of tokens base..base + n - 1 (-inf where a token
+// does not race, and past n), and returns whether any is above `floor`.
 template <class Weights>
 SPECDEC_HD Winner race(int64_t vocab, const NoiseKey& key, const Weights& weights) {
   Winner best;
@@ -129,8 +130,8 @@ SPECDEC_HD bool any_kept(const T* z, int64_t n, float cutoff) {
   return false;
 }
 
-// Log-weights of a distribution. `z` is its row where token v is column v of filtered logits, else null: groups outside the
-// nucleus are then passed over with a comparison.
+// Log-weights of a distribution. `z` is its row where token v is column v of filtered logits, else null: groups outside
+// the nucleus are then passed over with a comparison.
 template <class T>
 struct DistWeights {
   const Dist& p;
@@ -149,7 +150,8 @@ struct DistWeights {
   }
 };
 
-// Log of max(0, p - q). No token can score above what p alone would give it, so q is read only where p is still in the race.
+// Log of max(0, p - q). No token can score above what p alone would give it, so q is read only where p is still in the
+// race.
 template <class T>
 struct ResidualWeights {
   const Dist& p;

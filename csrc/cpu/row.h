@@ -1,8 +1,9 @@
-// One row of logits to its Nucleus: the row is read from memory once, in tiles of 4,096 tokens that stay in the first-level
-// cache while their maximum and mass are taken; what can lie in the nucleus is then collected from the tiles that hold any.
+// One row of logits to its Nucleus: the row is read from memory once, in tiles of 4,096 tokens that stay in the
+// first-level cache while their maximum and mass are taken; what can lie in the nucleus is then collected from the
+// tiles that hold any.
 //
-// Masses are sums over fixed tiles, each relative to the tile's own maximum, combined in order; nothing depends on threads,
-// on the batch, or on the width of the machine's vectors.
+// Masses are sums over fixed tiles, each relative to the tile's own maximum, combined in order; nothing depends on
+// threads, on the batch, or on the width of the machine's vectors.
 #pragma once
 
 #include "core/nucleus.h"
@@ -96,11 +97,11 @@ SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_m
 
 constexpr float kLeastFinite = -3.4028234663852886e38f;
 
-// The row's finite values in [low, high) to scratch.values, with their weights; returns how many. Weights of the values from
-// `high` up are summed into `above`.
+// The row's finite values in [low, high) to scratch.values, with their weights; returns how many. Weights of the values
+// from `high` up are summed into `above`.
 template <bool kBracket, class T>
-SPECDEC_HD int64_t collect(const T* z, int64_t vocab, float low, float high, float row_max, float scale, Scratch& scratch,
-                           double& above) {
+SPECDEC_HD int64_t collect(const T* z, int64_t vocab, float low, float high, float row_max, float scale,
+                           Scratch& scratch, double& above) {
   const int64_t tiles = (vocab + kTile - 1) / kTile;
   const float floor = low > kLeastFinite ? low : kLeastFinite;
   const LanesF from(floor), to(high), m(row_max), c(scale), zero(0.0f);
@@ -160,13 +161,14 @@ struct Bracket {
   bool useful;
 };
 
-// Where the threshold of top-p probably lies, from every n-th bundle of the row: worth it where many values are above `low`,
-// the bound that is certain. What is estimated is the mass below the threshold (`left`), which many small values make up;
-// the bracket is a few standard deviations wide, and the caller checks what it contains.
+// Where the threshold of top-p probably lies, from every n-th bundle of the row: worth it where many values are above
+// `low`, the bound that is certain. What is estimated is the mass below the threshold (`left`), which many small values
+// make up; the bracket is a few standard deviations wide, and the caller checks what it contains.
 template <class T>
 SPECDEC_HD Bracket estimate_bracket(const T* z, int64_t vocab, float low, float row_max, float scale, double left) {
-  constexpr int64_t kSampled = 256, kMany = 4096;
-  const int64_t bundles = vocab / kLanes, stride = bundles / kSampled;
+  constexpr int64_t kMany = 2048;
+  const int64_t bundles = vocab / kLanes, sampled = bundles / 16 < 256 ? bundles / 16 : 256;
+  const int64_t stride = sampled > 0 ? bundles / sampled : 0;
   if (stride < 2) return {low, kInf, false};
   const float range = row_max - low;
   if (!(range > 1e-30f && range < 1e38f)) return {low, kInf, false};
@@ -246,8 +248,7 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
   const bool has_p = filter.top_p < 1.0f;
   const bool has_m = filter.min_p > 0.0f;
   const bool filtered = has_k || has_p || has_m;
-  if (!filtered || row_max == kInf)
-    return {filtered ? kInf : -kInf, row_max, log_pos(static_cast<float>(stats.mass))};
+  if (!filtered || row_max == kInf) return {filtered ? kInf : -kInf, row_max, log_pos(static_cast<float>(stats.mass))};
 
   const int64_t tiles = (vocab + kTile - 1) / kTile;
   const float scale = filter.scale;
@@ -275,7 +276,8 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
       if (above < goal) {
         copy_candidates(scratch, n, /*unit_weights=*/false);
         const float cutoff = find_threshold_of_copy(scratch, n, goal, above).value;
-        if (cutoff > -kInf) return {cutoff, row_max, log_pos(static_cast<float>(above + mass_from(scratch, n, cutoff)))};
+        if (cutoff > -kInf)
+          return {cutoff, row_max, log_pos(static_cast<float>(above + mass_from(scratch, n, cutoff)))};
       }
     }
   }
@@ -296,7 +298,8 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
     cutoff = p > cutoff ? p : cutoff;
   }
   if (min_p_at > cutoff) cutoff = min_p_at;
-  // A mass that rounds short of its goal keeps everything finite. (Fewer than k finite tokens leave the cutoff at -inf.)
+  // A mass that rounds short of its goal keeps everything finite. (Fewer than k finite tokens leave the cutoff at
+  // -inf.)
   if (has_p && cutoff == -kInf) cutoff = least_value(scratch, n);
   return {cutoff, row_max, log_pos(static_cast<float>(mass_from(scratch, n, cutoff)))};
 }

@@ -6,8 +6,8 @@ namespace {
 
 void sample(Tensor logits, Tensor temperature, Tensor top_p, Tensor top_k, Tensor min_p, Tensor seed, MaybeTensor slots,
             MaybeTensor position, MaybeTensor rows, MaybeTensor ids, MaybeTensor target_to_draft, int64_t stream,
-            int64_t filter_order, Tensor tokens, Tensor status, MaybeTensor logprobs, MaybeTensor cutoff, MaybeTensor row_max,
-            MaybeTensor log_mass) {
+            int64_t filter_order, Tensor tokens, Tensor status, MaybeTensor logprobs, MaybeTensor cutoff,
+            MaybeTensor row_max, MaybeTensor log_mass) {
   constexpr const char* op = "sample";
   RowOpArgs a;
   a.logits = rows_view(op, "logits", logits);

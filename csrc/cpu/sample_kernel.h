@@ -1,5 +1,5 @@
-// sample: one row to one token. The row is read from memory once; the race reads it again from the cache, and makes noise
-// only for groups of tokens that can still win.
+// sample: one row to one token. The row is read from memory once; the race reads it again from the cache, and makes
+// noise only for groups of tokens that can still win.
 #pragma once
 
 #include "cpu/nucleus_kernel.h"

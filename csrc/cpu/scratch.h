@@ -15,8 +15,8 @@ struct Scratch {
   float* work_weights;  // [V + 16]
 };
 
-// The calling thread's scratch for rows of up to `vocab` tokens. Defined in library.cpp: allocation is not specific to an
-// instruction set.
+// The calling thread's scratch for rows of up to `vocab` tokens. Defined in library.cpp: allocation is not specific to
+// an instruction set.
 Scratch& thread_scratch(int64_t vocab);
 
 // Room for `count` row decisions of one request, likewise.

@@ -1,5 +1,6 @@
-// From torch's tensors (stable ABI only) to the views that the kernels take. Shapes, dtypes and devices have been checked by
-// the public Python functions; what is checked here keeps a direct caller of the op from reading out of bounds.
+// From torch's tensors (stable ABI only) to the views that the kernels take. Shapes, dtypes and devices have been
+// checked by the public Python functions; what is checked here keeps a direct caller of the op from reading out of
+// bounds.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -23,7 +24,8 @@ inline void require(bool ok, const char* op, const char* name, const char* must)
 }
 
 inline RowsView rows_view(const char* op, const char* name, const Tensor& t) {
-  require(t.dim() == 2 && (t.size(1) <= 1 || t.stride(1) == 1), op, name, "[rows, vocab], contiguous in its last dimension");
+  require(t.dim() == 2 && (t.size(1) <= 1 || t.stride(1) == 1), op, name,
+          "[rows, vocab], contiguous in its last dimension");
   RowsView view;
   switch (t.scalar_type()) {
     case ScalarType::Float:
@@ -81,7 +83,8 @@ inline int32_t* ints(const char* op, const char* name, const Tensor& t, int64_t 
 }
 
 inline ParamsView params_view(const char* op, const MaybeTensor& temperature, const MaybeTensor& top_p,
-                              const MaybeTensor& top_k, const MaybeTensor& min_p, const MaybeTensor& slots, int64_t batch) {
+                              const MaybeTensor& top_k, const MaybeTensor& min_p, const MaybeTensor& slots,
+                              int64_t batch) {
   ParamsView view;
   if (!temperature) return view;
   require(top_p && top_k && min_p, op, "parameters", "given together");

@@ -1,5 +1,6 @@
-// The largest value whose upper set {v : v >= value} weighs at least a goal: top-k with unit weights, top-p with masses.
-// A histogram of 256 buckets over the range finds the bucket that crosses the goal, then that bucket is searched alike.
+// The largest value whose upper set {v : v >= value} weighs at least a goal: top-k with unit weights, top-p with
+// masses. A histogram of 256 buckets over the range finds the bucket that crosses the goal, then that bucket is
+// searched alike.
 #pragma once
 
 #include "core/nucleus.h"
@@ -74,11 +75,11 @@ SPECDEC_HD void sort_descending(float* v, float* w, int64_t n) {
   }
 }
 
-// Searches the finite values v[0..n) with weights w[0..n), both overwritten. `above` is the weight of larger values, not among
-// them; then of all values over the range still searched.
+// Searches the finite values v[0..n) with weights w[0..n), both overwritten. `above` is the weight of larger values,
+// not among them; then of all values over the range still searched.
 inline Threshold find_threshold(float* v, float* w, int64_t n, double goal, double above = 0.0) {
   if (n <= 0) return {-kInf};
-  bool certain = false;    // a histogram has shown that the range reaches the goal
+  bool certain = false;  // a histogram has shown that the range reaches the goal
   for (int level = 0; n > kSmall && level < kMaxLevels; ++level) {
     float low, high;
     value_range(v, n, low, high);
@@ -164,11 +165,10 @@ SPECDEC_HD double mass_from(const Scratch& s, int64_t n, float cutoff) {
     const int64_t end = start + kChunk < n ? start + kChunk : n;
     LanesF sum(0.0f);
     int64_t i = start;
-    for (; i + kLanes <= end; i += kLanes)
-      sum = sum + select(load(s.values + i) >= bound, load(s.weights + i), zero);
+    for (; i + kLanes <= end; i += kLanes) sum = sum + select(load(s.values + i) >= bound, load(s.weights + i), zero);
     if (i < end)
-      sum = sum + select(load_partial(s.values + i, end - i, -kInf) >= bound, load_partial(s.weights + i, end - i, 0.0f),
-                         zero);
+      sum = sum + select(load_partial(s.values + i, end - i, -kInf) >= bound,
+                         load_partial(s.weights + i, end - i, 0.0f), zero);
     total += horizontal_sum(sum);
   }
   return total;

@@ -8,7 +8,8 @@
 namespace specdec {
 namespace {
 
-// Few requests on many threads: rows are decided in parallel, first rows first, and a row after a known rejection is skipped.
+// Few requests on many threads: rows are decided in parallel, first rows first, and a row after a known rejection is
+// skipped.
 void verify_by_rows(const VerifyChainArgs& a) {
   const int64_t width = a.max_draft + 1;
   std::vector<RowDecision> decisions(a.batch * width);

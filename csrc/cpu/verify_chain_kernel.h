@@ -1,8 +1,8 @@
 // verify_chain: one request's drafts and target rows to its emitted tokens.
 //
-// Rows are decided in order and the first rejection ends the request, so later rows are not read. A decided row costs one
-// read of its target row and one of its draft row (a gather where q's nucleus was saved); the row that emits is read once more,
-// from the cache when the request is decided by one thread.
+// Rows are decided in order and the first rejection ends the request, so later rows are not read. A decided row costs
+// one read of its target row and one of its draft row (a gather where q's nucleus was saved); the row that emits is
+// read once more, from the cache when the request is decided by one thread.
 #pragma once
 
 #include "core/accept.h"
@@ -99,11 +99,12 @@ inline Usable draft_nucleus(const VerifyChainArgs& a, int64_t b, int64_t j) {
 
 inline NoiseKey sample_key(const VerifyChainArgs& a, int64_t b, int64_t i) {
   const int64_t anchor = a.position ? a.position[b] : 0;
-  return make_key(a.params.seed[a.params.slot(b)], static_cast<int64_t>(static_cast<uint64_t>(anchor) + i), kStreamSample, 0);
+  return make_key(a.params.seed[a.params.slot(b)], static_cast<int64_t>(static_cast<uint64_t>(anchor) + i),
+                  kStreamSample, 0);
 }
 
-// The token that row i emits of itself (argmax, race of p, or race of the residual). A row given as probabilities is looked
-// at as a whole only here, so this is where its status bits come from.
+// The token that row i emits of itself (argmax, race of p, or race of the residual). A row given as probabilities is
+// looked at as a whole only here, so this is where its status bits come from.
 inline int64_t row_token(const VerifyChainArgs& a, int64_t b, const Chain& chain, int64_t i, const Filter& filter,
                          const RowDecision& d, bool& found, int32_t& status) {
   const int64_t row = chain.start + b + i, vocab = a.target.width;

