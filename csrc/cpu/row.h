@@ -14,6 +14,7 @@
 namespace specdec::SPECDEC_ISA {
 
 constexpr int64_t kTile = 4096;
+constexpr float kLeastFinite = -3.4028234663852886e38f;
 
 struct RowStats {
   float row_max;
@@ -95,8 +96,6 @@ SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_m
   return stats;
 }
 
-constexpr float kLeastFinite = -3.4028234663852886e38f;
-
 // The row's finite values in [low, high) to scratch.values, with their weights; returns how many. Weights of the values
 // from `high` up are summed into `above`.
 template <bool kBracket, class T>
@@ -133,11 +132,31 @@ SPECDEC_HD int64_t collect(const T* z, int64_t vocab, float low, float high, flo
   return count;
 }
 
-// A value that the k-th largest of the row is not below, or -inf: the k-th largest of the lane maxima.
-SPECDEC_HD float low_for_count(int64_t tiles, double k, Scratch& scratch) {
-  const int64_t n = finite_lane_maxima(tiles, scratch);
+struct Low {
+  float value;
+  bool certain;
+};
+
+// A value that the k-th largest of the row is not below, or -inf. For a k that the lane maxima reach, theirs is certain
+// to be one; for a larger k every n-th bundle gives a guess, a few standard deviations low, that the caller has to
+// check.
+template <class T>
+SPECDEC_HD Low low_for_count(const T* z, int64_t vocab, int64_t k, Scratch& scratch) {
+  const int64_t tiles = (vocab + kTile - 1) / kTile, bundles = vocab / kLanes, stride = bundles / 256;
+  int64_t n = finite_lane_maxima(tiles, scratch);
+  if (k <= n || stride < 2) {
+    fill(scratch.weights, n, 1.0f);
+    return {find_threshold(scratch, n, static_cast<double>(k)).value, true};
+  }
+  n = 0;
+  for (int64_t i = 0; i < bundles; i += stride, n += kLanes) {
+    const LanesF a = load(z + i * kLanes), least(kLeastFinite);
+    store(scratch.values + n, larger(a, least));  // a masked token sorts last
+  }
+  const double expected = static_cast<double>(k) / static_cast<double>(stride);
   fill(scratch.weights, n, 1.0f);
-  return find_threshold(scratch, n, k).value;
+  const float guess = find_threshold(scratch, n, expected + 4.0 * __builtin_sqrt(expected) + 4.0).value;
+  return {guess > kLeastFinite ? guess : -kInf, !(guess > kLeastFinite)};
 }
 
 // A value that the threshold of mass `goal` is not below: the better of two bounds. The lane maxima alone may hold that
@@ -257,8 +276,9 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
   const bool k_first = has_k && order != kOrderJoint;
   const bool m_first = has_m && order == kOrderVllm;
 
-  float low = -kInf;
-  if (has_k) low = low_for_count(tiles, static_cast<double>(filter.top_k), scratch);
+  Low k_low = {-kInf, true};
+  if (has_k) k_low = low_for_count(z, vocab, filter.top_k, scratch);
+  float low = k_low.value;
   if (has_m && !(k_first && has_p && !m_first)) {
     const float m = low_for_min_p(log2_min_p, row_max, scale);
     low = m > low ? m : low;
@@ -281,7 +301,9 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
       }
     }
   }
-  const int64_t n = collect<false>(z, vocab, low, kInf, row_max, scale, scratch, above);
+  int64_t n = collect<false>(z, vocab, low, kInf, row_max, scale, scratch, above);
+  if (!k_low.certain && n < filter.top_k && low == k_low.value)
+    n = collect<false>(z, vocab, -kInf, kInf, row_max, scale, scratch, above);
 
   float cutoff = -kInf;
   if (has_k) {
