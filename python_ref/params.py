@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5
-"""A temperature in [0, 1e-5) is greedy: the lowest id among the row's maxima, with probability one."""
+GREEDY_BELOW = float(torch.tensor(1e-5))
+"""A temperature in [0, 1e-5) is greedy: the lowest id among the row's maxima, with probability one. Temperatures are
+float32, so the bound is too: float32(1e-5) itself, a little below 1e-5, is not greedy."""
 
 STATUS_EMPTY_ROW = 1
 STATUS_NAN = 2

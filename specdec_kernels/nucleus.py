@@ -74,7 +74,7 @@ def nucleus(
     _checks.params(op, "params", params, N if rows is None else params_size(params), device)
     order = _checks.choice(op, "filter_order", filter_order, _schemas.FILTER_ORDERS)
     if out is None:
-        out = Nucleus(*torch.empty(3, N, dtype=torch.float32, device=device))
+        out = empty_nucleus((N,), device)
     else:
         for name, tensor in zip(Nucleus._fields, out, strict=True):
             _checks.output(op, f"out.{name}", tensor, torch.float32, (N,), device)
@@ -88,6 +88,11 @@ def nucleus(
             logits, params.temperature, params.top_p, params.top_k, params.min_p, params.slots, rows, order, *out, status
         )
     return out
+
+
+def empty_nucleus(shape: tuple[int, ...], device: torch.device) -> Nucleus:
+    # Separate tensors: unbinding one of [3, ...] costs several times as much.
+    return Nucleus(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(3)))
 
 
 def params_size(params: SamplingTensors) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _backends, _checks, _schemas
-from .nucleus import Nucleus, params_size
+from .nucleus import Nucleus, empty_nucleus, params_size
 from .params import SamplingTensors
 
 STREAM_DRAFT = 0
@@ -98,12 +98,11 @@ def sample(
         _checks.fail(op, "logprobs", "0 or 1", logprobs)
     order = _checks.choice(op, "filter_order", filter_order, _schemas.FILTER_ORDERS)
     if out is None:
-        tokens, status = torch.empty(2, N, dtype=torch.int32, device=device)
         out = SampleOutput(
-            tokens,
-            status,
+            torch.empty(N, dtype=torch.int32, device=device),
+            torch.empty(N, dtype=torch.int32, device=device),
             torch.empty(N, dtype=torch.float32, device=device) if logprobs else None,
-            Nucleus(*torch.empty(3, N, dtype=torch.float32, device=device)) if return_nucleus else None,
+            empty_nucleus((N,), device) if return_nucleus else None,
         )
     else:
         _checks.output(op, "out.tokens", out.tokens, torch.int32, (N,), device)

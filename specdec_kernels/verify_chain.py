@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _backends, _checks, _schemas
-from .nucleus import Nucleus
+from .nucleus import Nucleus, empty_nucleus
 from .params import SamplingTensors
 
 STATUS_EMPTY_ROW = 1
@@ -231,14 +231,13 @@ def _draft_matrix(op, name, draft, draft_rows, D: int, device: torch.device, is_
 
 def _outputs(op, out, B: int, K: int, device: torch.device, logprobs: bool, return_nucleus: bool) -> VerifyOutput:
     if out is None:
-        accepted, emitted, status = torch.empty(3, B, dtype=torch.int32, device=device)
         return VerifyOutput(
             torch.empty(B, K + 1, dtype=torch.int32, device=device),
-            accepted,
-            emitted,
-            status,
+            torch.empty(B, dtype=torch.int32, device=device),
+            torch.empty(B, dtype=torch.int32, device=device),
+            torch.empty(B, dtype=torch.int32, device=device),
             torch.empty(B, K + 1, dtype=torch.float32, device=device) if logprobs else None,
-            Nucleus(*torch.empty(3, B, K + 1, dtype=torch.float32, device=device)) if return_nucleus else None,
+            empty_nucleus((B, K + 1), device) if return_nucleus else None,
         )
     _checks.output(op, "out.tokens", out.tokens, torch.int32, (B, K + 1), device)
     for name in ("num_accepted", "num_emitted", "status"):

@@ -79,6 +79,11 @@ SPECDEC_HD LanesI operator-(const LanesI& a, const LanesI& b) {
   SPECDEC_EACH r.v[l] = a.v[l] - b.v[l];
   return r;
 }
+SPECDEC_HD LanesM operator==(const LanesI& a, const LanesI& b) {
+  LanesM r;
+  SPECDEC_EACH r.v[l] = a.v[l] == b.v[l];
+  return r;
+}
 SPECDEC_HD LanesM operator|(const LanesM& a, const LanesM& b) {
   LanesM r;
   SPECDEC_EACH r.v[l] = a.v[l] | b.v[l];
@@ -241,7 +246,37 @@ SPECDEC_HD F half_to_float(I h) {
   const F value = select(exponent == F(0.0f), subnormal, select(exponent == F(31.0f), special, rebased));
   return as_float(as_int(value) + sign);
 }
+#if SPECDEC_VECTOR_BYTES == 64
+SPECDEC_HD LanesF load(const Half* p) {
+  LanesF r;
+  r.v[0] = (NativeF)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return r;
+}
+#elif SPECDEC_VECTOR_BYTES == 32
+SPECDEC_HD LanesF load(const Half* p) {
+  LanesF r;
+  SPECDEC_EACH r.v[l] = (NativeF)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + l * kNative)));
+  return r;
+}
+#else
 SPECDEC_HD LanesF load(const Half* p) { return half_to_float<LanesF>(load_u16(p)); }
+#endif
+
+// The 32 elements at p in whatever order suits the dtype, for sums and maxima that do not mind: the even and the odd
+// ones of bfloat16, which are then one shift and one mask away from float.
+template <class T>
+SPECDEC_HD void load_two(const T* p, LanesF& a, LanesF& b) {
+  a = load(p);
+  b = load(p + kLanes);
+}
+SPECDEC_HD void load_two(const BFloat16* p, LanesF& a, LanesF& b) {
+  SPECDEC_EACH {
+    NativeI x;
+    std::memcpy(&x, p + 2 * l * kNative, sizeof x);
+    a.v[l] = (NativeF)(x << 16);
+    b.v[l] = (NativeF)(x & ~0xffff);
+  }
+}
 
 SPECDEC_HD float load_one(const float* p) { return *p; }
 SPECDEC_HD float load_one(const BFloat16* p) {

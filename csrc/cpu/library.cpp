@@ -22,7 +22,7 @@ Isa choose_isa() {
   if (!baseline && !avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     return Isa::kAvx512;
-  if (!baseline && __builtin_cpu_supports("avx2")) return Isa::kAvx2;
+  if (!baseline && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return Isa::kAvx2;
 #endif
   return Isa::kBaseline;
 }

@@ -37,15 +37,12 @@ SPECDEC_HD LanesF uniforms(const NativeU words[kParts]) {
   return select(LanesF(0x1.fffffep-1f) > u, u, LanesF(0x1.fffffep-1f));
 }
 
-// For tokens base..base + 63, base a multiple of 64.
-SPECDEC_HD GroupUniforms group_uniforms(const NoiseKey& key, int64_t base) {
-  constexpr uint32_t iota[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  NativeU words[4][kParts];
+// Philox blocks of sixteen indices; words[w] is word w of each.
+SPECDEC_HD void philox_lanes(const NoiseKey& key, const uint32_t index[kLanes], NativeU words[4][kParts]) {
   const NativeU64 m0 = NativeU64{} + kPhiloxM0, m1 = NativeU64{} + kPhiloxM1;
   for (int part = 0; part < kParts; ++part) {
     NativeU c0, c1 = NativeU{} + key.pos_lo, c2 = NativeU{} + key.pos_hi, c3 = NativeU{} + key.tag;
-    std::memcpy(&c0, iota + part * kNative, sizeof c0);
-    c0 += static_cast<uint32_t>(base >> 2);
+    std::memcpy(&c0, index + part * kNative, sizeof c0);
     uint32_t k0 = key.seed_lo, k1 = key.seed_hi;
     for (int round = 0; round < 10; ++round) {
       NativeU h0, l0, h1, l1;
@@ -60,6 +57,14 @@ SPECDEC_HD GroupUniforms group_uniforms(const NoiseKey& key, int64_t base) {
     }
     words[0][part] = c0, words[1][part] = c1, words[2][part] = c2, words[3][part] = c3;
   }
+}
+
+// For tokens base..base + 63, base a multiple of 64.
+SPECDEC_HD GroupUniforms group_uniforms(const NoiseKey& key, int64_t base) {
+  uint32_t index[kLanes];
+  for (int i = 0; i < kLanes; ++i) index[i] = static_cast<uint32_t>(base >> 2) + i;
+  NativeU words[4][kParts];
+  philox_lanes(key, index, words);
   return {{uniforms(words[0]), uniforms(words[1]), uniforms(words[2]), uniforms(words[3])}};
 }
 
@@ -81,40 +86,94 @@ SPECDEC_HD float group_max(const float x[kGroup]) {
   return horizontal_max(m);
 }
 
+// Uniforms of sixteen tokens anywhere in the vocabulary, a block each.
+SPECDEC_HD LanesF scattered_uniforms(const NoiseKey& key, const int32_t tokens[kLanes]) {
+  NativeU words[4][kParts];
+  uint32_t index[kLanes];
+  for (int i = 0; i < kLanes; ++i) index[i] = static_cast<uint32_t>(tokens[i]) >> 2;
+  philox_lanes(key, index, words);
+  LanesF u = uniforms(words[0]);
+  LanesI lane;
+  for (int l = 0; l < kParts; ++l) {
+    NativeI t;
+    std::memcpy(&t, tokens + l * kNative, sizeof t);
+    lane.v[l] = t & 3;
+  }
+  for (int w = 1; w < 4; ++w) u = select(lane == LanesI(w), uniforms(words[w]), u);
+  return u;
+}
+
 struct Winner {
   float score = -kInf;  // -inf: nothing has raced
   int64_t token = 0;
+
+  SPECDEC_HD void meet(float s, int64_t t) {  // the larger score, on a tie the lower id
+    if (s > score || (s == score && s > -kInf && t < token)) score = s, token = t;
+  }
 };
 
+// Kept tokens that stand alone are gathered until there are sixteen of them, so that noise is made for tokens that
+// race.
+struct Pending {
+  int32_t token[kLanes] = {};
+  float weight[kLanes];
+  int count = 0;
+
+  SPECDEC_HD void flush(const NoiseKey& key, Winner& best) {
+    if (!count) return;
+    for (int i = count; i < kLanes; ++i) weight[i] = -kInf;
+    const LanesF w = load(weight), u = scattered_uniforms(key, token);
+    const float most = horizontal_max(w), least = 0.0f - horizontal_max(LanesF(0.0f) - u);
+    count = 0;
+    // The smallest uniform bounds what these can score, at the price of two logarithms instead of 32.
+    if (best.score > -kInf && most - log_pos(exponential(least)) + 1e-3f < best.score) return;
+    float score[kLanes];
+    store(score, w - log_pos(exponential(u)));
+    for (int i = 0; i < kLanes; ++i) best.meet(score[i], token[i]);
+  }
+};
+
+constexpr int kDense = 12;  // racing tokens of a group from which its blocks are worth making whole
+
 // `weights(base, n, floor, out)` fills out[0..64) with the log-weights of tokens base..base + n - 1 (-inf where a token
-// does not race, and past n), and returns whether any is above `floor`.
+// does not race, and past n), and returns a bit for each that is above `floor`; where it returns 0, `out` may be left
+// as it was.
 template <class Weights>
 SPECDEC_HD Winner race(int64_t vocab, const NoiseKey& key, const Weights& weights) {
   Winner best;
+  Pending pending;
   float lw[kGroup], u[kGroup];
   for (int64_t base = 0; base < vocab; base += kGroup) {
     const int64_t n = vocab - base < kGroup ? vocab - base : kGroup;
-    if (!weights(base, n, best.score - kMaxNoise, lw)) continue;
+    uint64_t racing = weights(base, n, best.score - kMaxNoise, lw);
+    if (!racing) continue;
+    if (__builtin_popcountll(racing) < kDense) {
+      for (; racing; racing &= racing - 1) {
+        const int i = __builtin_ctzll(racing);
+        pending.token[pending.count] = static_cast<int32_t>(base + i);
+        pending.weight[pending.count] = lw[i];
+        if (++pending.count == kLanes) pending.flush(key, best);
+      }
+      continue;
+    }
     const GroupUniforms noise = group_uniforms(key, base);
-    // The smallest uniform bounds what the group can score, at the price of two logarithms instead of 128.
     if (best.score > -kInf && group_max(lw) - log_pos(exponential(smallest(noise))) + 1e-3f < best.score) continue;
     in_token_order(noise, u);
     LanesF top(-kInf);
     for (int part = 0; part < kGroupParts; ++part) {
-      const LanesF w = load(lw + part * kLanes);
-      const LanesF score = w - log_pos(exponential(load(u + part * kLanes)));
+      const LanesF score = load(lw + part * kLanes) - log_pos(exponential(load(u + part * kLanes)));
       store(lw + part * kLanes, score);
       top = larger(score, top);
     }
     const float m = horizontal_max(top);
-    if (!(m > best.score)) continue;
-    best.score = m;
+    if (m < best.score) continue;
     for (int i = 0; i < kGroup; ++i)
       if (lw[i] == m) {
-        best.token = base + i;
+        best.meet(m, base + i);
         break;
       }
   }
+  pending.flush(key, best);
   return best;
 }
 
@@ -137,16 +196,16 @@ struct DistWeights {
   const Dist& p;
   const T* z;
 
-  SPECDEC_HD bool operator()(int64_t base, int64_t n, float floor, float out[kGroup]) const {
-    if (z && !any_kept(z + base, n, p.nucleus.cutoff)) return false;
-    LanesM hit{};
+  SPECDEC_HD uint64_t operator()(int64_t base, int64_t n, float floor, float out[kGroup]) const {
+    if (z && !any_kept(z + base, n, p.nucleus.cutoff)) return 0;
+    uint64_t racing = 0;
     for (int part = 0; part < kGroupParts; ++part) {
       const int64_t left = n - part * kLanes;
       const LanesF w = left > 0 ? p.log_weights(base + part * kLanes, left) : LanesF(-kInf);
-      hit = hit | (w > LanesF(floor));
+      racing |= static_cast<uint64_t>(bits(w > LanesF(floor))) << (part * kLanes);
       store(out + part * kLanes, w);
     }
-    return any(hit);
+    return racing;
   }
 };
 
@@ -158,8 +217,8 @@ struct ResidualWeights {
   const Dist& q;
   const T* z;
 
-  SPECDEC_HD bool operator()(int64_t base, int64_t n, float floor, float out[kGroup]) const {
-    if (z && !any_kept(z + base, n, p.nucleus.cutoff)) return false;
+  SPECDEC_HD uint64_t operator()(int64_t base, int64_t n, float floor, float out[kGroup]) const {
+    if (z && !any_kept(z + base, n, p.nucleus.cutoff)) return 0;
     LanesF mine[kGroupParts];
     LanesM hit{};
     const float shift = p.kind == Kind::kLogits ? p.nucleus.log_mass : 0.0f;
@@ -168,7 +227,8 @@ struct ResidualWeights {
       mine[part] = left > 0 ? p.log_weights(base + part * kLanes, left) : LanesF(-kInf);
       hit = hit | (mine[part] - LanesF(shift) > LanesF(floor));
     }
-    if (!any(hit)) return false;
+    if (!any(hit)) return 0;
+    uint64_t racing = 0;
     for (int part = 0; part < kGroupParts; ++part) {
       LanesF w(-kInf);
       const int64_t left = n - part * kLanes;
@@ -176,9 +236,10 @@ struct ResidualWeights {
         const LanesF r = p.probs(base + part * kLanes, left) - q.probs(base + part * kLanes, left);
         w = select(r > LanesF(0.0f), log_pos(larger(r, LanesF(kLeastNormal))), w);
       }
+      racing |= static_cast<uint64_t>(bits(w > LanesF(floor))) << (part * kLanes);
       store(out + part * kLanes, w);
     }
-    return true;
+    return racing;
   }
 };
 

@@ -28,7 +28,9 @@ SPECDEC_HD LanesF tile_max(const T* z, int64_t n, LanesM& nan) {
   LanesF m0(-kInf), m1(-kInf), m2(-kInf), m3(-kInf);
   int64_t i = 0;
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-    const LanesF a = load(z + i), b = load(z + i + kLanes), c = load(z + i + 2 * kLanes), d = load(z + i + 3 * kLanes);
+    LanesF a, b, c, d;
+    load_two(z + i, a, b);
+    load_two(z + i + 2 * kLanes, c, d);
     m0 = larger(a, m0);
     m1 = larger(b, m1);
     m2 = larger(c, m2);
@@ -52,8 +54,10 @@ SPECDEC_HD float tile_sum(const T* z, int64_t n, float reference, float scale, c
   for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
     __builtin_prefetch(ahead + i);
     __builtin_prefetch(ahead + i + kLanes);
-    s0 = s0 + exp2_floor((load(z + i) - r) * c);
-    s1 = s1 + exp2_floor((load(z + i + kLanes) - r) * c);
+    LanesF a, b;
+    load_two(z + i, a, b);
+    s0 = s0 + exp2_floor((a - r) * c);
+    s1 = s1 + exp2_floor((b - r) * c);
   }
   for (; i < n; i += kLanes) {
     const LanesF a = i + kLanes <= n ? load(z + i) : load_partial(z + i, n - i, -kInf);

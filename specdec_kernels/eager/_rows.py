@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5
+GREEDY_BELOW = float(torch.tensor(1e-5))  # as float32, which temperatures are
 EMPTY_ROW, NAN, ZERO_Q, BAD_Q_ROW, PLACEHOLDER, BAD_OFFSETS = 1, 2, 4, 8, 16, 32
-CHUNK_ELEMENTS = 1 << 22
-"""Rows are processed in chunks of about this many elements, so that temporaries stay at tens of megabytes."""
+CHUNK_ELEMENTS = 1 << 20
+"""Rows are processed in chunks of about this many elements, so that a float64 temporary stays at eight megabytes."""
 
 
 class Params(NamedTuple):

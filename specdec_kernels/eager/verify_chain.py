@@ -1,4 +1,4 @@
-"""`verify_chain` in plain torch: positions in turn, all requests at once."""
+"""`verify_chain` in plain torch: positions in turn, a chunk of requests at once."""
 
 import torch
 
@@ -82,6 +82,35 @@ def verify_chain(
     target_to_draft, rule, emit_bonus, filter_order,
     tokens, num_accepted, num_emitted, status, logprobs, cutoff, row_max, log_mass,
 ) -> None:  # fmt: skip
+    def part(tensor, s):
+        return None if tensor is None else tensor[s]
+
+    def params_part(params, slots, s):
+        return (params, slots[s]) if slots is not None else ([part(p, s) for p in params], None)
+
+    B = tokens.shape[0]
+    step = max(_rows.CHUNK_ELEMENTS // target.shape[1], 1)
+    for i in range(0, B, step):
+        s = slice(i, min(i + step, B))
+        p_params, p_slots = params_part((temperature, top_p, top_k, min_p, seed), slots, s)
+        q_params, q_slots = params_part((draft_temperature, draft_top_p, draft_top_k, draft_min_p), draft_slots, s)
+        _verify_requests(
+            i, target, target_is_probs, draft_tokens, cu_num_draft[i : s.stop + 1], *p_params, p_slots, part(position, s),
+            draft, draft_is_probs, draft_rows, draft_cutoff, draft_row_max, draft_log_mass, *q_params, q_slots,
+            target_to_draft, rule, emit_bonus, filter_order,
+            tokens[s], num_accepted[s], num_emitted[s], status[s],
+            part(logprobs, s), part(cutoff, s), part(row_max, s), part(log_mass, s),
+        )  # fmt: skip
+
+
+def _verify_requests(
+    first, target, target_is_probs, draft_tokens, cu_num_draft, temperature, top_p, top_k, min_p, seed, slots, position,
+    draft, draft_is_probs, draft_rows, draft_cutoff, draft_row_max, draft_log_mass,
+    draft_temperature, draft_top_p, draft_top_k, draft_min_p, draft_slots,
+    target_to_draft, rule, emit_bonus, filter_order,
+    tokens, num_accepted, num_emitted, status, logprobs, cutoff, row_max, log_mass,
+) -> None:  # fmt: skip
+    """Requests first, first + 1, ...: arguments of one per request are theirs, the others are the whole batch's."""
     B, K = tokens.shape[0], tokens.shape[1] - 1
     R, vocab = target.shape
     D, device = draft_tokens.shape[0], target.device
@@ -97,7 +126,7 @@ def verify_chain(
     greedy = params.greedy if not target_is_probs else torch.zeros(B, dtype=torch.bool, device=device)
 
     cu = cu_num_draft.long()
-    request = torch.arange(B, device=device)
+    request = torch.arange(first, first + B, device=device)
     start = cu[:-1].clamp(0, D)
     end = torch.minimum(torch.maximum(cu[1:], start), torch.full_like(start, D))
     d = torch.minimum((end - start).clamp_max(K), R - 1 - start - request)

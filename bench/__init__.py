@@ -1,0 +1,1 @@
+"""Microbenchmarks: `python -m bench [op ...]`. See README.md beside this file."""

@@ -1,0 +1,24 @@
+"""Speculative decoding with transformers models, on the package's own ops."""
+
+from .cache import RaggedCache, UnsupportedModel
+from .decoder import GenerateResult, SpeculativeDecoder
+from .drafters import DraftBatch, DraftContext, Drafter, DraftModelDrafter, PromptLookupDrafter, StepOutcome
+from .forward import ModelForward
+from .packed import PackedForward
+from .stats import SpecDecodeStats
+
+__all__ = [
+    "DraftBatch",
+    "DraftContext",
+    "DraftModelDrafter",
+    "Drafter",
+    "GenerateResult",
+    "ModelForward",
+    "PackedForward",
+    "PromptLookupDrafter",
+    "RaggedCache",
+    "SpecDecodeStats",
+    "SpeculativeDecoder",
+    "StepOutcome",
+    "UnsupportedModel",
+]

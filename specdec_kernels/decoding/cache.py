@@ -1,0 +1,198 @@
+"""A transformers cache in which every row has its own length, and the check of which models it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_GROWTH = 256
+_ATTENTION = ("full_attention", "sliding_attention")
+# Recurrent models whose configs do not list their layers' types.
+_RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm", "jamba", "bamba", "zamba")
+
+
+class UnsupportedModel(ValueError):
+    """The model keeps state that a per-row length cannot roll back, or reads positions that it cannot be given."""
+
+
+class _RaggedLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, [B, H, capacity, D]; lengths live in the owning `RaggedCache`."""
+
+    is_croppable = True
+    is_sliding = False
+    keys: Any
+    values: Any
+
+    def __init__(self, owner: RaggedCache):
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # Zeros, not empty: a masked entry still meets the softmax as 0 * value, and 0 * NaN is NaN.
+        batch, heads, _, _ = key_states.shape
+        capacity = self.owner.capacity
+        self.keys = key_states.new_zeros(batch, heads, capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(batch, value_states.shape[1], capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def grow(self, capacity: int) -> None:
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(*old.shape[:2], capacity, old.shape[-1])
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        owner, count = self.owner, key_states.shape[2]
+        end = owner.max_length + count
+        if end > self.keys.shape[2]:
+            owner.capacity = -(-end // _GROWTH) * _GROWTH
+            self.grow(max(owner.capacity, self.keys.shape[2] * 3 // 2))
+        if owner.uniform:
+            self.keys[:, :, owner.max_length : end] = key_states
+            self.values[:, :, owner.max_length : end] = value_states
+        else:
+            row, column = owner.write_index(count)
+            self.keys[row, :, column] = key_states.transpose(1, 2)
+            self.values[row, :, column] = value_states.transpose(1, 2)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.max_length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.max_length
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RaggedCache(Cache):
+    """Key/value cache with a length per row: rolling drafts back changes lengths and moves no data.
+
+    A forward of q tokens per row writes row b's entries at lengths[b] .. lengths[b] + q - 1 and returns the first
+    max(lengths) + q entries of every row; the lengths themselves change only in `advance` and `rollback`, so padded or
+    rejected tokens are simply written over. Callers give explicit `position_ids` (an entry's index is its position) and
+    a mask that hides index j from a query at position i < j. Sliding windows keep every entry and hide the old ones by
+    mask: an entry that has left the window may be needed again after a rollback.
+
+    Args:
+        config: the model's text config; refused by name where the model cannot be served (`check_supported`).
+        batch_size: B.
+        capacity: tokens per row to allocate at first; grows as needed.
+        device: device of `lengths_tensor`.
+
+    Raises:
+        UnsupportedModel: see `check_supported`.
+    """
+
+    def __init__(self, config, batch_size: int, *, capacity: int = _GROWTH, device: torch.device | str = "cpu"):
+        check_supported(config)
+        super().__init__(layers=[])
+        self.layers: list[Any] = []
+        self.capacity = max(int(capacity), 1)
+        self._device = torch.device(device)
+        self._set([0] * batch_size)
+
+    def _set(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.max_length = max(lengths, default=0)
+        self.uniform = min(lengths, default=0) == self.max_length
+        self._tensor: Tensor | None = None
+        self._index: tuple[int, tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def lengths_tensor(self) -> Tensor:
+        """int64 [B] on the device."""
+        if self._tensor is None:
+            self._tensor = torch.tensor(self.lengths, dtype=torch.int64, device=self._device)
+        return self._tensor
+
+    def write_index(self, count: int) -> tuple[Tensor, Tensor]:
+        """Row and column indices, int64 [B, 1] and [B, count], of the entries a forward of `count` tokens writes."""
+        if self._index is None or self._index[0] != count:
+            row = torch.arange(len(self.lengths), device=self._device)[:, None]
+            column = self.lengths_tensor[:, None] + torch.arange(count, device=self._device)
+            self._index = count, (row, column)
+        return self._index[1]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        while len(self.layers) <= layer_idx:
+            self.layers.append(_RaggedLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Takes the first counts[b] tokens of the last forward into row b."""
+        self._set([n + c for n, c in zip(self.lengths, counts, strict=True)])
+
+    def rollback(self, counts: Sequence[int]) -> None:
+        """Drops row b's last counts[b] tokens.
+
+        Raises ValueError where a count is negative or larger than the row's length.
+        """
+        for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
+            if not 0 <= count <= length:
+                raise ValueError(f"RaggedCache.rollback: counts[{row}] must be in [0, {length}], got {count}")
+        self._set([n - c for n, c in zip(self.lengths, counts, strict=True)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens of every row (transformers' convention since 5.24: n <= 0)."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"RaggedCache.crop: tokens_to_remove must be <= 0, got {tokens_to_remove}; "
+                "use rollback() for a count per row"
+            )
+        self.rollback([-tokens_to_remove] * len(self.lengths))
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keeps `rows` (ascending), in that order; their entries move to the front of the same storage."""
+        lengths = [self.lengths[r] for r in rows]
+        used = max(lengths, default=0)
+        for layer in self.layers:
+            for name in ("keys", "values"):
+                buffer = getattr(layer, name)
+                # Ascending rows only move towards the front, so copying one by one never overwrites a row still needed.
+                for new, old in enumerate(rows):
+                    if new != old:
+                        buffer[new, :, :used] = buffer[old, :, :used]
+                setattr(layer, name, buffer[: len(rows)])
+        self._set(lengths)
+
+    def reset(self) -> None:
+        """Empties every row; storage is kept."""
+        self._set([0] * len(self.lengths))
+
+
+def check_supported(config) -> None:
+    """Raises UnsupportedModel, naming the reason, for models that a `RaggedCache` cannot serve.
+
+    Supported: decoder-only models whose layers are all full or sliding-window attention with explicit positions.
+    """
+    name = getattr(config, "model_type", None) or type(config).__name__
+
+    def refuse(reason: str):
+        raise UnsupportedModel(f"RaggedCache: model type {name!r} is not supported: {reason}")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("encoder-decoder models keep a cross-attention cache")
+    if getattr(config, "alibi", False) or name in ("bloom", "mpt"):
+        refuse("ALiBi takes positions from the cache's scalar length, not from position_ids")
+    kinds = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(_ATTENTION))
+    if kinds:
+        refuse(f"layers of type {', '.join(kinds)} (only {' and '.join(_ATTENTION)} can be rolled back by length)")
+    if getattr(config, "attention_chunk_size", None):
+        refuse("chunked attention")
+    if name in _RECURRENT:
+        refuse("recurrent state cannot be rolled back by length")
+    if getattr(config, "num_kv_shared_layers", 0):
+        refuse("layers that share another layer's keys and values")
+    if getattr(config, "use_bidirectional_attention", False):
+        refuse("bidirectional attention")
+    if getattr(config, "cache_implementation", None) == "quantized":
+        refuse("a quantised cache")

@@ -1,0 +1,155 @@
+"""Drafts from a smaller language model with the same tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_kernels import Nucleus, SamplingTensors, sample
+
+from ..cache import RaggedCache
+from ..forward import ModelForward
+from ..packed import PackedForward
+from .base import DraftBatch, DraftContext, Drafter, StepOutcome
+
+_STREAM_DRAFT, _STREAM_SAMPLE = 0, 2
+_GREEDY = 1e-5
+# Models of one family round their vocabulary up differently (Qwen2.5: 151,936 and 152,064 rows for one tokenizer).
+_PADDING = 1024
+
+
+class DraftModelDrafter(Drafter):
+    """Samples drafts from a causal LM that shares the target's token ids, with the request's own parameters.
+
+    The draft model keeps its own `RaggedCache`. After a step it lacks at most the entry of the last accepted draft,
+    which was proposed but never fed: the next step feeds it two tokens instead of one; after plain steps it catches up
+    in one forward.
+
+    Args:
+        model: a transformers causal LM that `ModelForward` supports.
+        target_to_draft: int [V], column of target id v in the draft's logits or -1, for a head over a reduced
+            vocabulary; the model's input embeddings still take target ids. None: ids are the same, and the two
+            vocabularies may differ by up to 1,024 padding rows.
+        packed: "auto" uses the packed CPU forward where it fits, True requires it, False leaves the model's own.
+
+    Raises:
+        UnsupportedModel: the model's cache cannot be rolled back by length.
+        ValueError: (from `check_target`) the vocabularies do not fit.
+    """
+
+    def __init__(self, model, *, target_to_draft: Tensor | None = None, packed: bool | str = "auto"):
+        self.forward = (packed and PackedForward.build(model, required=packed is True)) or ModelForward(model)
+        self.target_to_draft = target_to_draft
+        self.calls = 0
+        self._columns = self.forward.vocab_size
+        self._cache: RaggedCache = self.forward.new_cache(0, 1)
+        self._greedy = False
+        self._committed: list[int] = []
+
+    def check_target(self, target) -> None:
+        head = target.get_output_embeddings()
+        vocab = head.weight.shape[0] if head is not None else target.config.get_text_config().vocab_size
+        inputs = self.forward.model.get_input_embeddings().weight.shape[0]
+        own = self.forward.vocab_size
+        if self.target_to_draft is not None:
+            if self.target_to_draft.dim() != 1 or self.target_to_draft.shape[0] != vocab:
+                raise ValueError(
+                    f"DraftModelDrafter: target_to_draft must be [V={vocab}], got {list(self.target_to_draft.shape)}"
+                )
+            highest = int(self.target_to_draft.max())
+            if highest >= own:
+                raise ValueError(
+                    f"DraftModelDrafter: target_to_draft must be below the draft's {own} columns, got {highest}"
+                )
+            if inputs < vocab:
+                raise ValueError(
+                    f"DraftModelDrafter: with target_to_draft the draft model reads target ids, so its input embeddings must "
+                    f"have at least {vocab} rows, got {inputs}"
+                )
+            return
+        if abs(own - vocab) > _PADDING:
+            raise ValueError(
+                f"DraftModelDrafter: draft vocabulary must be the target's up to {_PADDING} rows of padding, got {own} against "
+                f"{vocab}; models with another tokenizer cannot draft, a reduced head needs target_to_draft"
+            )
+        # Ids that only one of the two has are padding: the draft never proposes them, and q is 0 there.
+        self._columns = min(own, vocab)
+
+    def begin(self, prompts: Sequence[Sequence[int]], params: SamplingTensors, max_tokens: int) -> None:
+        self._cache = self.forward.new_cache(len(prompts), max_tokens)
+        self._greedy = bool((params.temperature < _GREEDY).all())
+
+    def propose(self, context: DraftContext) -> DraftBatch | None:
+        longest = max(context.budgets, default=0)
+        if longest == 0:
+            return None
+        batch, device = len(context.budgets), context.position.device
+        params = context.params
+        # Rule "coupled" and greedy requests never read q.
+        keep_q = context.rule != "coupled" and not self._greedy
+        logits = self._catch_up(context.tokens)
+        tokens, nuclei = [], []
+        q = logits.new_empty(batch, longest, self._columns) if keep_q else None
+        place: dict[str, Any]
+        for offset in range(longest):
+            if context.rule == "coupled":
+                place = {"stream": _STREAM_SAMPLE, "position": context.position + offset}
+            else:
+                ids = torch.full((batch,), offset, dtype=torch.int64, device=device)
+                place = {"stream": _STREAM_DRAFT, "position": context.position, "ids": ids}
+            drawn = sample(logits, params, **place, target_to_draft=self.target_to_draft, return_nucleus=keep_q)
+            tokens.append(drawn.tokens)
+            if q is not None:
+                q[:, offset] = logits
+                nuclei.append(drawn.nucleus)
+            if offset + 1 < longest:
+                logits = self._forward(drawn.tokens.to(torch.int64)[:, None], [1] * batch)
+        self._committed = [len(t) for t in context.tokens]
+        return self._gather(context.budgets, longest, tokens, q, nuclei, params)
+
+    def _gather(self, counts, longest, tokens, q, nuclei, params) -> DraftBatch:
+        """Cuts [B, longest] proposals to each request's own number and flattens them."""
+        tokens = torch.stack(tokens, 1).flatten()
+        rows = None
+        if any(n != longest for n in counts):
+            index = [b * longest + i for b, n in enumerate(counts) for i in range(n)]
+            rows = torch.tensor(index, dtype=torch.int64, device=tokens.device)
+            tokens = tokens[rows]
+        nucleus = None
+        if q is not None:
+            flat = [torch.stack(parts, 1).flatten() for parts in zip(*nuclei, strict=True)]
+            nucleus = Nucleus(*(f if rows is None else f[rows] for f in flat))
+            q = q.view(-1, q.shape[-1])
+        return DraftBatch(
+            tokens, list(counts), logits=q, rows=rows if q is not None else None, nucleus=nucleus,
+            params=params if q is not None else None, target_to_draft=self.target_to_draft if q is not None else None,
+        )  # fmt: skip
+
+    def _catch_up(self, tokens: list[list[int]]) -> Tensor:
+        """Feeds what the cache lacks of each request; logits of the next token, [B, columns]."""
+        missing = [t[n:] for t, n in zip(tokens, self._cache.lengths, strict=True)]
+        width = max(len(m) for m in missing)
+        feed = torch.tensor(
+            [m + [0] * (width - len(m)) for m in missing], dtype=torch.int64, device=self.forward.device
+        )
+        return self._forward(feed, [len(m) for m in missing])
+
+    def _forward(self, feed: Tensor, counts: list[int]) -> Tensor:
+        logits = self.forward(feed, counts, self._cache, last_only=True).logits
+        self._cache.advance(counts)
+        self.calls += 1
+        return logits[:, : self._columns]
+
+    def observe(self, outcome: StepOutcome) -> None:
+        # Entries beyond the committed text and the accepted drafts are of rejected ones; plain steps leave none.
+        if self._committed:
+            kept = [n + a for n, a in zip(self._committed, outcome.accepted, strict=True)]
+            lengths = self._cache.lengths
+            self._cache.rollback([max(have - keep, 0) for have, keep in zip(lengths, kept, strict=True)])
+            self._committed = []
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self._cache.select_rows(rows)

@@ -1,0 +1,134 @@
+"""One forward of a causal LM over a `RaggedCache`: the new tokens of every row in, logits of the wanted rows out."""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cache import RaggedCache, UnsupportedModel, check_supported
+
+
+class ForwardOutput(NamedTuple):
+    """`logits` [R, V] of the wanted rows, request-major · `hidden` [R, H], what the LM head read, or None."""
+
+    logits: Tensor
+    hidden: Tensor | None
+
+
+class ModelForward:
+    """Runs any transformers causal LM of full or sliding-window attention layers, unchanged.
+
+    Args:
+        model: a `PreTrainedModel` with an LM head, attention implementation "sdpa" or "eager".
+
+    Raises:
+        UnsupportedModel: the architecture or the attention implementation is not supported.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        check_supported(self.config)
+        if getattr(model, "_is_stateful", False):
+            raise UnsupportedModel(f"RaggedCache: {type(model).__name__} keeps recurrent state")
+        implementation = self.config._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            raise UnsupportedModel(
+                f'{type(model).__name__}: attention implementation must be "sdpa" or "eager" (a mask per row), '
+                f"got {implementation!r}"
+            )
+        # transformers 5.24 renamed the argument; passing the old name there warns on every call.
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        kinds = getattr(self.config, "layer_types", None)
+        window = getattr(self.config, "sliding_window", None)
+        if kinds is None:
+            kinds = ["sliding_attention" if window else "full_attention"]
+        self._kinds = sorted(set(kinds))
+        self._window = window
+        self._head = model.get_output_embeddings()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits; may exceed the tokenizer's size by padding."""
+        return self._head.weight.shape[0] if self._head is not None else self.config.vocab_size
+
+    def new_cache(self, batch_size: int, capacity: int) -> RaggedCache:
+        return RaggedCache(self.config, batch_size, capacity=capacity, device=self.device)
+
+    def __call__(
+        self, tokens: Tensor, counts: list[int], cache: RaggedCache, *, last_only: bool = False
+    ) -> ForwardOutput:
+        """Feeds counts[b] tokens of row b; the cache's lengths are left for the caller to advance.
+
+        Args:
+            tokens: int64 [B, q], row b's tokens first, then padding of any valid id.
+            counts: tokens per row, 1 <= counts[b] <= q.
+            cache: the rows' cache.
+            last_only: logits of each row's last token alone ([B, V]) instead of all sum(counts) of them.
+        """
+        rows = wanted_rows(counts, tokens.shape[1], last_only, tokens.device)
+        positions = cache.lengths_tensor[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        captured: list[Tensor] = []
+
+        def gather(_module, args):
+            hidden = args[0].reshape(-1, args[0].shape[-1])
+            hidden = hidden if rows is None else hidden.index_select(0, rows)
+            captured.append(hidden)
+            return (hidden[None], *args[1:])
+
+        # Gathering before the LM head spares the logits of padding, and keeps whatever the model does after the head.
+        hook = self._head.register_forward_pre_hook(gather) if self._head is not None else None
+        try:
+            logits = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=self._mask(cache, positions),
+                use_cache=True,
+                **{self._cache_argument: cache},
+            ).logits
+        finally:
+            if hook is not None:
+                hook.remove()
+        logits = logits.reshape(-1, logits.shape[-1])
+        if not captured and rows is not None:
+            logits = logits.index_select(0, rows)
+        return ForwardOutput(logits, captured[0] if captured else None)
+
+    def _mask(self, cache: RaggedCache, positions: Tensor):
+        """None where causal attention over the returned entries needs no mask, a 4D mask, or one per layer type."""
+        count = positions.shape[1]
+        if self._kinds == ["full_attention"] and cache.uniform and (count == 1 or cache.max_length == 0):
+            return None
+        key = torch.arange(cache.max_length + count, device=positions.device)
+        dtype = self.model.dtype
+        masks = {}
+        for kind in self._kinds:
+            hidden = key > positions[:, None, :, None]
+            if kind == "sliding_attention":
+                hidden = hidden | (key <= positions[:, None, :, None] - self._window)
+            masks[kind] = torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(
+                hidden, torch.finfo(dtype).min
+            )
+        # One causal mask for a model of both kinds would silently widen its windows.
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def wanted_rows(counts: list[int], width: int, last_only: bool, device: torch.device) -> Tensor | None:
+    """Rows of a flattened [B * width] forward whose logits are wanted, int64 [R]; None for all of them."""
+    if last_only:
+        if width == 1:
+            return None
+        rows = [b * width + n - 1 for b, n in enumerate(counts)]
+    elif all(n == width for n in counts):
+        return None
+    else:
+        rows = [b * width + i for b, n in enumerate(counts) for i in range(n)]
+    return torch.tensor(rows, dtype=torch.int64, device=device)

