@@ -112,6 +112,14 @@ struct Winner {
   }
 };
 
+// A token of log-weight `weight` can only win with a uniform up to this: e = -log1p(-u) >= u, so its score is at most
+// weight - log u. One exponential for a group instead of two logarithms for each of its tokens; the slack covers
+// rounding.
+SPECDEC_HD float winning_uniform(float weight, float best) {
+  const float t = (weight - best) * kLog2e;
+  return t < 0.0f ? exp2_floor(t) * 1.001f : 1.0f;
+}
+
 // Kept tokens that stand alone are gathered until there are sixteen of them, so that noise is made for tokens that
 // race.
 struct Pending {
@@ -125,8 +133,7 @@ struct Pending {
     const LanesF w = load(weight), u = scattered_uniforms(key, token);
     const float most = horizontal_max(w), least = 0.0f - horizontal_max(LanesF(0.0f) - u);
     count = 0;
-    // The smallest uniform bounds what these can score, at the price of two logarithms instead of 32.
-    if (best.score > -kInf && most - log_pos(exponential(least)) + 1e-3f < best.score) return;
+    if (least > winning_uniform(most, best.score)) return;
     float score[kLanes];
     store(score, w - log_pos(exponential(u)));
     for (int i = 0; i < kLanes; ++i) best.meet(score[i], token[i]);
@@ -157,7 +164,7 @@ SPECDEC_HD Winner race(int64_t vocab, const NoiseKey& key, const Weights& weight
       continue;
     }
     const GroupUniforms noise = group_uniforms(key, base);
-    if (best.score > -kInf && group_max(lw) - log_pos(exponential(smallest(noise))) + 1e-3f < best.score) continue;
+    if (smallest(noise) > winning_uniform(group_max(lw), best.score)) continue;
     in_token_order(noise, u);
     LanesF top(-kInf);
     for (int part = 0; part < kGroupParts; ++part) {

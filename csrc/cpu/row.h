@@ -20,7 +20,12 @@ struct RowStats {
   float row_max;
   double mass;  // sum of exp((z - row_max) / T); the number of +inf where row_max is +inf; 0 for an empty row
   bool nan_seen;
+  bool kept;  // scratch.work_weights holds every token's weight relative to its tile's maximum
 };
+
+// A row whose first tile weighs this many times its maximum is flat: many tokens will be in its nucleus, and keeping
+// their weights is cheaper than taking the exponentials again.
+constexpr float kFlat = 32.0f;
 
 // Maximum of a tile lane by lane (each lane's is the maximum of every 16th token), and whether a NaN was seen.
 template <class T>
@@ -45,9 +50,10 @@ SPECDEC_HD LanesF tile_max(const T* z, int64_t n, LanesM& nan) {
   return larger(larger(m0, m1), larger(m2, m3));
 }
 
-// Sum of 2^((z - reference) * scale) over a tile; `ahead` is fetched meanwhile, a line for each line read.
-template <class T>
-SPECDEC_HD float tile_sum(const T* z, int64_t n, float reference, float scale, const T* ahead) {
+// Sum of 2^((z - reference) * scale) over a tile; `ahead` is fetched meanwhile, a line for each line read. With `kKeep`
+// the terms go to `kept` as well, in the order that load_two gives them.
+template <bool kKeep, class T>
+SPECDEC_HD float tile_sum(const T* z, int64_t n, float reference, float scale, const T* ahead, float* kept) {
   const LanesF r(reference), c(scale);
   LanesF s0(0.0f), s1(0.0f);
   int64_t i = 0;
@@ -56,12 +62,20 @@ SPECDEC_HD float tile_sum(const T* z, int64_t n, float reference, float scale, c
     __builtin_prefetch(ahead + i + kLanes);
     LanesF a, b;
     load_two(z + i, a, b);
-    s0 = s0 + exp2_floor((a - r) * c);
-    s1 = s1 + exp2_floor((b - r) * c);
+    a = exp2_floor((a - r) * c);
+    b = exp2_floor((b - r) * c);
+    s0 = s0 + a;
+    s1 = s1 + b;
+    if (kKeep) {
+      store(kept + i, a);
+      store(kept + i + kLanes, b);
+    }
   }
   for (; i < n; i += kLanes) {
-    const LanesF a = i + kLanes <= n ? load(z + i) : load_partial(z + i, n - i, -kInf);
-    s0 = s0 + exp2_floor((a - r) * c);
+    LanesF a = i + kLanes <= n ? load(z + i) : load_partial(z + i, n - i, -kInf);
+    a = exp2_floor((a - r) * c);
+    s0 = s0 + a;
+    if (kKeep) store(kept + i, a);
   }
   return horizontal_sum(s0 + s1);
 }
@@ -71,7 +85,7 @@ template <class T>
 SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_mass, Scratch& scratch) {
   const int64_t tiles = (vocab + kTile - 1) / kTile;
   LanesM nan{};
-  RowStats stats{-kInf, 0.0, false};
+  RowStats stats{-kInf, 0.0, false, false};
   for (int64_t t = 0; t < tiles; ++t) {
     const T* tile = z + t * kTile;
     const int64_t n = vocab - t * kTile < kTile ? vocab - t * kTile : kTile;
@@ -88,8 +102,11 @@ SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_m
       for (int64_t i = 0; i < n; ++i) count += load_one(tile + i) == kInf ? 1.0f : 0.0f;
       scratch.tile_sum[t] = count;
     } else {
-      scratch.tile_sum[t] = tile_sum(tile, n, m, scale, tile + kTile);
+      float* kept = scratch.work_weights + t * kTile;
+      scratch.tile_sum[t] = t == 0 || stats.kept ? tile_sum<true>(tile, n, m, scale, tile + kTile, kept)
+                                                 : tile_sum<false>(tile, n, m, scale, tile + kTile, kept);
     }
+    if (t == 0) stats.kept = m < kInf && scratch.tile_sum[0] > kFlat;
   }
   stats.nan_seen = any(nan);
   for (int64_t t = 0; with_mass && t < tiles; ++t) {
@@ -100,29 +117,41 @@ SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_m
   return stats;
 }
 
+// Sum of the weights of v[0..n).
+SPECDEC_HD float weight_of(const float* v, int64_t n, const LanesF& row_max, const LanesF& scale) {
+  LanesF sum(0.0f);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) sum = sum + exp2_floor((load(v + i) - row_max) * scale);
+  if (i < n) sum = sum + exp2_floor((load_partial(v + i, n - i, -kInf) - row_max) * scale);
+  return horizontal_sum(sum);
+}
+
 // The row's finite values in [low, high) to scratch.values, with their weights; returns how many. Weights of the values
-// from `high` up are summed into `above`.
+// from `high` up are summed into `above`, packed first, so that no exponential is taken for a value that does not
+// count.
 template <bool kBracket, class T>
 SPECDEC_HD int64_t collect(const T* z, int64_t vocab, float low, float high, float row_max, float scale,
                            Scratch& scratch, double& above) {
   const int64_t tiles = (vocab + kTile - 1) / kTile;
   const float floor = low > kLeastFinite ? low : kLeastFinite;
-  const LanesF from(floor), to(high), m(row_max), c(scale), zero(0.0f);
+  const LanesF from(floor), to(high), m(row_max), c(scale);
+  // In a bracketed row hits are common and unpredictable; where packing lanes is one instruction, that beats a branch.
+  constexpr bool kBranch = !kBracket || kParts > 1;
   int64_t count = 0;
   above = 0.0;
   for (int64_t t = 0; t < tiles; ++t) {
     if (!(scratch.tile_max[t] >= floor)) continue;
     const T* tile = z + t * kTile;
     const int64_t n = vocab - t * kTile < kTile ? vocab - t * kTile : kTile;
-    LanesF sum(0.0f);
+    int64_t over = 0;
     const auto take = [&](const LanesF& a) {
-      const LanesM inside = a >= from;
-      uint32_t hit = bits(inside);
-      if (!hit) return;
+      uint32_t hit = bits(a >= from);
+      if (kBranch && !hit) return;
       if (kBracket) {
-        const LanesM over = a >= to;
-        hit &= ~bits(over);
-        sum = sum + select(over, exp2_floor((a - m) * c), zero);
+        const uint32_t high_hit = bits(a >= to);
+        hit &= ~high_hit;
+        compress(scratch.work_values + over, a, high_hit);
+        over += __builtin_popcount(high_hit);
       }
       compress(scratch.values + count, a, hit);
       count += __builtin_popcount(hit);
@@ -130,7 +159,42 @@ SPECDEC_HD int64_t collect(const T* z, int64_t vocab, float low, float high, flo
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) take(load(tile + i));
     if (i < n) take(load_partial(tile + i, n - i, -kInf));
-    if (kBracket) above += horizontal_sum(sum);
+    if (kBracket) above += weight_of(scratch.work_values, over, m, c);
+  }
+  weigh(scratch.values, scratch.weights, count, row_max, scale);
+  return count;
+}
+
+template <class T>
+SPECDEC_HD int64_t collect_flat(const T* z, int64_t vocab, float low, float high, float row_max, float scale,
+                                Scratch& scratch, double& above) {
+  const int64_t tiles = (vocab + kTile - 1) / kTile;
+  const LanesF from(low), to(high), zero(0.0f);
+  int64_t count = 0;
+  above = 0.0;
+  for (int64_t t = 0; t < tiles; ++t) {
+    if (!(scratch.tile_max[t] >= low)) continue;
+    const T* tile = z + t * kTile;
+    const float* kept = scratch.work_weights + t * kTile;
+    const int64_t n = vocab - t * kTile < kTile ? vocab - t * kTile : kTile;
+    LanesF s0(0.0f), s1(0.0f);
+    const auto take = [&](const LanesF& a, const float* weights, LanesF& sum) {
+      const LanesM over = a >= to;
+      const uint32_t hit = bits(a >= from) & ~bits(over);
+      sum = sum + select(over, load(weights), zero);
+      compress(scratch.values + count, a, hit);
+      count += __builtin_popcount(hit);
+    };
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+      LanesF a, b;
+      load_two(tile + i, a, b);
+      take(a, kept + i, s0);
+      take(b, kept + i + kLanes, s1);
+    }
+    for (; i < n; i += kLanes)
+      take(i + kLanes <= n ? load(tile + i) : load_partial(tile + i, n - i, -kInf), kept + i, s0);
+    above += static_cast<double>(horizontal_sum(s0 + s1)) * exp2_neg(scaled(scratch.tile_max[t], row_max, scale));
   }
   weigh(scratch.values, scratch.weights, count, row_max, scale);
   return count;
@@ -225,7 +289,7 @@ SPECDEC_HD Bracket estimate_bracket(const T* z, int64_t vocab, float low, float 
   double sum = horizontal_sum(below), sum2 = horizontal_sum(below2);
   Bracket bracket{low, kInf, true};
   for (int b = 0; b < kBuckets; ++b) {
-    const double edge_sum = f * sum, deviation = 3.5 * f * __builtin_sqrt(sum2);
+    const double edge_sum = f * sum, deviation = 2.5 * f * __builtin_sqrt(sum2);
     const float edge = low + static_cast<float>(b) * (range / kBuckets);
     if (edge_sum + deviation <= left) bracket.low = edge;
     if (edge_sum - deviation > left) {
@@ -296,7 +360,8 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
     const double goal = filter.top_p * stats.mass;
     const Bracket at = estimate_bracket(z, vocab, low, row_max, scale, stats.mass - goal);
     if (at.useful) {
-      const int64_t n = collect<true>(z, vocab, at.low, at.high, row_max, scale, scratch, above);
+      const int64_t n = stats.kept ? collect_flat(z, vocab, at.low, at.high, row_max, scale, scratch, above)
+                                   : collect<true>(z, vocab, at.low, at.high, row_max, scale, scratch, above);
       if (above < goal) {
         copy_candidates(scratch, n, /*unit_weights=*/false);
         const float cutoff = find_threshold_of_copy(scratch, n, goal, above).value;
