@@ -67,6 +67,11 @@ def row_nucleus(row: Tensor, params: RowParams, filter_order: str = "hf") -> Row
     if params.greedy:
         return RowNucleus(row_max, row_max, 0.0, status, math.inf)
 
+    if row_max == math.inf:  # the mass is on the +inf tokens, and any filter ends there
+        count = float((z == row_max).sum())
+        filtered = 0 < params.top_k < z.numel() or params.min_p > 0 or params.top_p < 1
+        return RowNucleus(math.inf if filtered else -math.inf, row_max, math.log(count), status, math.inf)
+
     w = torch.exp(scaled(z, row_max, params.temperature))
     # Distinct values in descending order: filters decide between values, never between equal logits.
     values, group = torch.unique(-z, return_inverse=True)
@@ -125,7 +130,9 @@ def nucleus(logits: Tensor, params, *, rows: Tensor | None = None, filter_order:
     """Nucleus of each row of `logits` [N, V]; `rows` [N] maps a row to its request (default: row n is request n)."""
     out = []
     for n in range(logits.shape[0]):
-        out.append(row_nucleus(logits[n], request_params(params, int(rows[n]) if rows is not None else n), filter_order))
+        out.append(
+            row_nucleus(logits[n], request_params(params, int(rows[n]) if rows is not None else n), filter_order)
+        )
     columns = list(zip(*out, strict=True)) if out else [[], [], [], [], []]
     cutoff, row_max, log_mass, status, margin = columns
     as_f64 = lambda v: torch.tensor(v, dtype=torch.float64)  # noqa: E731

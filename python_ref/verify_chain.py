@@ -100,7 +100,7 @@ class _Drafts:
         if source is None:
             return _DraftRow(one_hot(token, self.vocab), math.inf)
         source = source.reshape(-1, source.shape[-1])
-        index = int(self.rows[j]) if self.rows is not None else j
+        index = j if self.rows is None else (int(self.rows[j]) if j < self.rows.numel() else -1)
         if not 0 <= index < source.shape[0]:
             return _DraftRow(None, math.inf)
         if self.probs is not None:
@@ -115,6 +115,8 @@ class _Drafts:
                 return _DraftRow(None, math.inf)
             q, margin = row_probs(source[index], nuc, params), nuc.margin
         else:
+            if j >= self.saved[0].numel():
+                return _DraftRow(None, math.inf)
             cutoff, row_max, log_mass = (float(field[j]) for field in self.saved)
             if math.isnan(cutoff) or math.isnan(row_max) or row_max == -math.inf or not math.isfinite(log_mass):
                 return _DraftRow(None, math.inf)
@@ -204,7 +206,7 @@ def verify_chain(
     offsets = [int(v) for v in cu_num_draft]
     B, D = len(offsets) - 1, draft_tokens.numel()
     if max_draft is None:
-        max_draft = max([0, *(offsets[b + 1] - offsets[b] for b in range(B))])
+        max_draft = min(max([0, *(offsets[b + 1] - offsets[b] for b in range(B))]), D)
     source = _Drafts(
         vocab, draft_logits, draft_rows, draft_nucleus, draft_probs, draft_params, target_to_draft, filter_order
     )

@@ -2,12 +2,13 @@
 
 from ._version import __version__  # isort: skip
 
-from . import eager as _eager  # noqa: F401  registers the plain-torch implementation of every op
+from . import eager as _eager
 from ._backends import BackendUnavailable, info
 from .filter_probs import filter_probs
 from .nucleus import Nucleus, nucleus
 from .params import RaggedDrafts, SamplingTensors, ragged_from_padded
 from .sample import SampleOutput, sample
+from .status import Status
 from .verify_chain import VerifyOutput, verify_chain
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "RaggedDrafts",
     "SampleOutput",
     "SamplingTensors",
+    "Status",
     "VerifyOutput",
     "filter_probs",
     "info",

@@ -1,9 +1,8 @@
 """Which implementation runs: loading the compiled library, choosing a backend, and saying why one is missing."""
 
 import functools
-import importlib
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import pathlib
@@ -26,7 +25,12 @@ def _load_native() -> str | None:
     """Loads the compiled CPU kernels; returns None on success, else the reason they are missing."""
     if os.environ.get("SPECDEC_SKIP_NATIVE", "0") == "1":
         return "SPECDEC_SKIP_NATIVE=1"
-    spec = importlib.util.find_spec("specdec_kernels._cpu")
+    isa = os.environ.get("SPECDEC_CPU_ISA")
+    if isa not in (None, "", "baseline", "avx2", "avx512"):
+        return f"SPECDEC_CPU_ISA must be baseline, avx2 or avx512, got {isa!r}"
+    # Beside this file only: an editable installation of another copy would offer that copy's library.
+    here = [str(pathlib.Path(__file__).parent)]
+    spec = importlib.machinery.PathFinder.find_spec(f"{__package__}._cpu", here)
     if spec is None or spec.origin is None:
         return "the extension was not built"
     try:
@@ -39,14 +43,8 @@ def _load_native() -> str | None:
 NATIVE_MISSING = _load_native()
 
 
-def _default_backend() -> str:
-    name = os.environ.get("SPECDEC_BACKEND", "auto")
-    if name not in NAMES:
-        raise ValueError(f"SPECDEC_BACKEND must be one of {NAMES}, got {name!r}")
-    return name
-
-
-DEFAULT = _default_backend()
+DEFAULT = os.environ.get("SPECDEC_BACKEND", "auto")
+"""Read at import and judged at the first call that depends on it: a wrong value must not break the import."""
 
 
 def unavailable_reason(backend: str, device_type: str) -> str | None:
@@ -71,6 +69,8 @@ def resolve(op: str, backend: str, device: torch.device) -> str:
     """
     if backend == "auto":
         backend = DEFAULT
+        if backend not in NAMES:
+            raise ValueError(f"{op}: SPECDEC_BACKEND must be one of {NAMES}, got {backend!r}")
     if backend not in NAMES:
         raise ValueError(f"{op}: backend must be one of {NAMES}, got {backend!r}")
     if backend == "eager":
@@ -123,4 +123,4 @@ def info() -> dict:
 
 def cpu_isa() -> str:
     """Instruction set the native CPU kernels use here: "avx512", "avx2" or "baseline"."""
-    return ("baseline", "avx2", "avx512")[int(torch.ops.specdec_kernels.cpu_isa())]
+    return ("baseline", "avx2", "avx512")[int(getattr(torch.ops, _schemas.NAMESPACE).cpu_isa())]

@@ -1,5 +1,7 @@
 """Argument checks shared by the public functions: one sentence naming the argument, what it must be and what it got."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -10,10 +12,11 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 def describe(value) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
-    return f"{type(value).__name__} {value!r}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
-def fail(op: str, name: str, must: str, got) -> None:
+def fail(op: str, name: str, must: str, got) -> NoReturn:
     raise ValueError(f"{op}: {name} must be {must}, got {got if isinstance(got, str) else describe(got)}")
 
 
@@ -27,13 +30,19 @@ def rows2d(op: str, name: str, value, dtypes=LOGITS_DTYPES) -> None:
         fail(op, name, "contiguous in its last dimension", f"strides {list(value.stride())}")
 
 
-def vector(op: str, name: str, value, dtypes, size: int, what: str, device: torch.device, at_least: bool = False) -> None:
+def vector(
+    op: str, name: str, value, dtypes, size: int, what: str, device: torch.device, at_least: bool = False
+) -> None:
     """A contiguous 1-D tensor of one of `dtypes` on `device`, of `size` elements (or at least that many)."""
-    if isinstance(value, Tensor) and value.dim() == 1 and value.dtype in dtypes and value.device == device:
-        if (value.shape[0] >= size if at_least else value.shape[0] == size) and (
-            value.shape[0] <= 1 or value.stride(0) == 1
-        ):
-            return
+    if (
+        isinstance(value, Tensor)
+        and value.dim() == 1
+        and value.dtype in dtypes
+        and value.device == device
+        and (value.shape[0] >= size if at_least else value.shape[0] == size)
+        and (value.shape[0] <= 1 or value.stride(0) == 1)
+    ):
+        return
     kind = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     fail(op, name, f"{kind} [{what}{'>=' if at_least else '='}{size}], contiguous, on {device}", value)
 
@@ -59,7 +68,16 @@ def choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> int:
         if candidate == value:
             return i
     fail(op, name, f"one of {choices}", repr(value))
-    return -1
+
+
+def row_op(op: str, logits, params_, rows, filter_order: str, orders: tuple[str, ...]) -> int:
+    """What every op over rows of logits takes alike; returns the index of `filter_order`."""
+    rows2d(op, "logits", logits)
+    N, device = logits.shape[0], logits.device
+    if rows is not None:
+        vector(op, "rows", rows, INDEX_DTYPES, N, "N", device)
+    params(op, "params", params_, N if rows is None else getattr(params_, "num_requests", 0), device)
+    return choice(op, "filter_order", filter_order, orders)
 
 
 def output(op: str, name: str, value, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:

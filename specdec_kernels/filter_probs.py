@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from . import _backends, _checks, _schemas
-from .nucleus import params_size
 from .params import SamplingTensors
 
 
@@ -24,7 +23,7 @@ def filter_probs(
 
     What FlashInfer and SGLang call `softmax` followed by `top_k_renorm_probs` / `top_p_renorm_probs`, from raw logits and
     with all ties kept. `verify_chain` and `sample` do not need it; it writes [N, V] floats. Row sums are 1 up to float32
-    rounding; a greedy row (T < 1e-5) is one-hot at the lowest id of its maxima; an empty row is all 0.
+    rounding, without gradients; a greedy row (T < 1e-5) is one-hot at the lowest id of its maxima; an empty row is all 0.
 
     Args, errors and guarantees as `nucleus`; `out` is float32 [N, V], contiguous.
 
@@ -36,12 +35,8 @@ def filter_probs(
     tensor([[0.0000, 0.5000, 0.5000, 0.0000]])
     """
     op = "filter_probs"
-    _checks.rows2d(op, "logits", logits)
+    order = _checks.row_op(op, logits, params, rows, filter_order, _schemas.FILTER_ORDERS)
     N, device = logits.shape[0], logits.device
-    if rows is not None:
-        _checks.vector(op, "rows", rows, _checks.INDEX_DTYPES, N, "N", device)
-    _checks.params(op, "params", params, N if rows is None else params_size(params), device)
-    order = _checks.choice(op, "filter_order", filter_order, _schemas.FILTER_ORDERS)
     if out is None:
         out = torch.empty(logits.shape, dtype=torch.float32, device=device)
     else:
@@ -52,5 +47,7 @@ def filter_probs(
         _checks.output(op, "status", status, torch.int32, (N,), device)
     if N:
         run = _backends.op(op, _backends.resolve(op, backend, device))
-        run(logits, params.temperature, params.top_p, params.top_k, params.min_p, params.slots, rows, order, out, status)
+        run(
+            logits, params.temperature, params.top_p, params.top_k, params.min_p, params.slots, rows, order, out, status
+        )
     return out

@@ -16,9 +16,9 @@ class Nucleus(NamedTuple):
 
         p(x) = exp((z_x - row_max) / T - log_mass)   if z_x >= cutoff   else 0
 
-    with z_x - row_max := 0 at the maximum, +inf included. `cutoff` is the smallest kept logit, -inf where no filter is on.
-    `row_max` is the largest logit, `log_mass` the log of the sum of exp((z - row_max) / T) over the kept tokens, so
-    log p(argmax) = -log_mass. A greedy row is (row_max, row_max, 0) and stands for one-hot at the lowest id of its maxima;
+    with z_x - row_max := 0 at the maximum, +inf included. `cutoff` is the smallest kept logit, -inf where no filter is on
+    (+inf where one is on and the row holds +inf). `row_max` is the largest logit, `log_mass` the log of the sum of
+    exp((z - row_max) / T) over the kept tokens, so log p(argmax) = -log_mass. A greedy row is (row_max, row_max, 0) and stands for one-hot at the lowest id of its maxima;
     a row with nothing to keep is (+inf, -inf, -inf).
     """
 
@@ -67,12 +67,8 @@ def nucleus(
     tensor([2.])
     """
     op = "nucleus"
-    _checks.rows2d(op, "logits", logits)
+    order = _checks.row_op(op, logits, params, rows, filter_order, _schemas.FILTER_ORDERS)
     N, device = logits.shape[0], logits.device
-    if rows is not None:
-        _checks.vector(op, "rows", rows, _checks.INDEX_DTYPES, N, "N", device)
-    _checks.params(op, "params", params, N if rows is None else params_size(params), device)
-    order = _checks.choice(op, "filter_order", filter_order, _schemas.FILTER_ORDERS)
     if out is None:
         out = empty_nucleus((N,), device)
     else:
@@ -85,7 +81,16 @@ def nucleus(
     if N:
         run = _backends.op(op, _backends.resolve(op, backend, device))
         run(
-            logits, params.temperature, params.top_p, params.top_k, params.min_p, params.slots, rows, order, *out, status
+            logits,
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            params.min_p,
+            params.slots,
+            rows,
+            order,
+            *out,
+            status,
         )
     return out
 
@@ -93,10 +98,3 @@ def nucleus(
 def empty_nucleus(shape: tuple[int, ...], device: torch.device) -> Nucleus:
     # Separate tensors: unbinding one of [3, ...] costs several times as much.
     return Nucleus(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(3)))
-
-
-def params_size(params: SamplingTensors) -> int:
-    """Number of requests that `params` describes."""
-    if not isinstance(params, SamplingTensors):
-        return 0
-    return (params.slots if params.slots is not None else params.temperature).shape[0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _backends, _checks, _schemas
-from .nucleus import Nucleus, empty_nucleus, params_size
+from .nucleus import Nucleus, empty_nucleus
 from .params import SamplingTensors
 
 STREAM_DRAFT = 0
@@ -81,11 +81,8 @@ def sample(
     tensor([1, 0], dtype=torch.int32)
     """
     op = "sample"
-    _checks.rows2d(op, "logits", logits)
+    order = _checks.row_op(op, logits, params, rows, filter_order, _schemas.FILTER_ORDERS)
     N, device = logits.shape[0], logits.device
-    if rows is not None:
-        _checks.vector(op, "rows", rows, _checks.INDEX_DTYPES, N, "N", device)
-    _checks.params(op, "params", params, N if rows is None else params_size(params), device)
     if position is not None:
         _checks.vector(op, "position", position, (torch.int64,), N, "N", device)
     if ids is not None:
@@ -96,7 +93,6 @@ def sample(
         _checks.fail(op, "stream", "0 (draft proposals) or 2 (plain sampling)", stream)
     if logprobs not in (0, 1):
         _checks.fail(op, "logprobs", "0 or 1", logprobs)
-    order = _checks.choice(op, "filter_order", filter_order, _schemas.FILTER_ORDERS)
     if out is None:
         out = SampleOutput(
             torch.empty(N, dtype=torch.int32, device=device),

@@ -10,13 +10,7 @@ from torch import Tensor
 from . import _backends, _checks, _schemas
 from .nucleus import Nucleus, empty_nucleus
 from .params import SamplingTensors
-
-STATUS_EMPTY_ROW = 1
-STATUS_NAN = 2
-STATUS_ZERO_Q = 4
-STATUS_BAD_Q_ROW = 8
-STATUS_PLACEHOLDER = 16
-STATUS_BAD_OFFSETS = 32
+from .status import Status
 
 
 class VerifyOutput(NamedTuple):
@@ -99,9 +93,11 @@ def verify_chain(
         filter_order: as in `nucleus`, for p and q.
         logprobs: 0, or 1 for the emitted tokens' log-probabilities.
         return_nucleus: also return the emitted rows' Nucleus.
-        out: a VerifyOutput of the same shapes to write into; every element is written.
+        out: a VerifyOutput of the same shapes to write into; every element is written. Outputs may not overlap each
+            other or the inputs.
         backend: "auto", "native" or "eager".
-        validate: also read the values and raise ValueError for what would set a status bit (a sync on devices).
+        validate: also read the values and raise ValueError for what would set a status bit (a sync on devices), except
+            q(x) = 0, which filters that differ between drafting and verifying can bring about.
 
     Returns:
         VerifyOutput.
@@ -121,7 +117,12 @@ def verify_chain(
     """
     op = "verify_chain"
     if (target_logits is None) == (target_probs is None):
-        _checks.fail(op, "target_logits", "given, or target_probs instead of it", "both" if target_logits is not None else "neither")
+        _checks.fail(
+            op,
+            "target_logits",
+            "given, or target_probs instead of it",
+            "both" if target_logits is not None else "neither",
+        )
     target_is_probs = target_probs is not None
     target = target_probs if target_is_probs else target_logits
     if target_is_probs:
@@ -141,12 +142,17 @@ def verify_chain(
     if max_draft is None:
         if device.type != "cpu":
             _checks.fail(op, "max_draft", f"given for tensors on {device} (reading cu_num_draft would sync)", "None")
-        max_draft = max(int((cu_num_draft[1:] - cu_num_draft[:-1]).max()), 0) if B else 0
+        lengths = cu_num_draft.long().diff()
+        # Offsets that make no sense ask for no more than there is.
+        max_draft = min(max(int(lengths.max()), 0), draft_tokens.shape[0]) if B else 0
     elif max_draft < 0:
         _checks.fail(op, "max_draft", ">= 0", max_draft)
     K = max_draft
 
-    D = draft_tokens.shape[0]
+    # Drafts that the companions of draft_tokens must cover. It is known on the host only; elsewhere the kernel takes a
+    # missing row as unusable.
+    known = device.type == "cpu" and B > 0 and type(cu_num_draft) is Tensor and not torch.compiler.is_compiling()
+    D = min(max(int(cu_num_draft[-1]), 0), draft_tokens.shape[0]) if known else 0
     if draft_logits is not None and draft_probs is not None:
         _checks.fail(op, "draft_probs", "None where draft_logits is given", draft_probs)
     draft_is_probs = draft_probs is not None
@@ -160,11 +166,15 @@ def verify_chain(
         _checks.vector(op, "draft_rows", draft_rows, _checks.INDEX_DTYPES, D, "D", device, at_least=True)
     if draft_logits is not None:
         if draft_params is None:
-            _checks.fail(op, "draft_params", "given with draft_logits (the parameters the drafts were sampled with)", "None")
+            _checks.fail(
+                op, "draft_params", "given with draft_logits (the parameters the drafts were sampled with)", "None"
+            )
         _checks.params(op, "draft_params", draft_params, B, device)
     else:
         draft_params = None
     if draft_nucleus is not None:
+        if not isinstance(draft_nucleus, tuple) or len(draft_nucleus) != 3:
+            _checks.fail(op, "draft_nucleus", "a Nucleus", draft_nucleus)
         if draft_logits is None:
             _checks.fail(op, "draft_nucleus", "None where there are no draft_logits", "a Nucleus")
         for name, tensor in zip(Nucleus._fields, draft_nucleus, strict=True):
@@ -178,7 +188,10 @@ def verify_chain(
 
     out = _outputs(op, out, B, K, device, bool(logprobs), return_nucleus)
     if validate:
-        _validate(op, target, target_is_probs, draft_tokens, cu_num_draft, draft, draft_rows, target_to_draft, K)
+        _validate(
+            op, target, target_is_probs, params, draft_params, draft_tokens, cu_num_draft, draft_name, draft, draft_rows,
+            target_to_draft, K,
+        )  # fmt: skip
     if B == 0:
         return out
     run = _backends.op(op, _backends.resolve(op, backend, device))
@@ -211,6 +224,9 @@ def verify_chain(
         out.logprobs,
         *(out.nucleus or (None, None, None)),
     )
+    if validate and bool((out.status & ~Status.ZERO_Q).any()):
+        b = int((out.status & ~Status.ZERO_Q).nonzero()[0])
+        raise ValueError(f"{op}: request {b} must be free of faults, got status {Status(int(out.status[b]))!r}")
     return out
 
 
@@ -251,7 +267,20 @@ def _outputs(op, out, B: int, K: int, device: torch.device, logprobs: bool, retu
     return out
 
 
-def _validate(op, target, target_is_probs, draft_tokens, cu, draft, draft_rows, target_to_draft, K: int) -> None:
+def _validate(
+    op,
+    target,
+    target_is_probs,
+    params,
+    draft_params,
+    draft_tokens,
+    cu,
+    draft_name,
+    draft,
+    draft_rows,
+    target_to_draft,
+    K,
+) -> None:
     """Reads the values that the kernels would clamp or flag."""
     offsets = cu.tolist()
     B = len(offsets) - 1
@@ -261,11 +290,18 @@ def _validate(op, target, target_is_probs, draft_tokens, cu, draft, draft_rows, 
     if any(d > K for d in lengths):
         _checks.fail(op, "cu_num_draft", f"of at most max_draft={K} drafts a request", str(lengths))
     D = offsets[-1]
-    if D > draft_tokens.shape[0]:
+    if draft_tokens.shape[0] < D:
         _checks.fail(op, "draft_tokens", f"[>= D={D}]", draft_tokens)
-    if D + B > target.shape[0]:
+    if target.shape[0] < D + B:
         name = "target_probs" if target_is_probs else "target_logits"
         _checks.fail(op, name, f"[>= D + B={D + B}, V]", target)
+    for which, p in (("params", params), ("draft_params", draft_params)):
+        if p is None:
+            continue
+        if not bool(((p.temperature >= 0) & p.temperature.isfinite()).all()):
+            _checks.fail(op, f"{which}.temperature", "finite and >= 0", str(p.temperature.tolist()))
+        if p.slots is not None and B and not 0 <= int(p.slots.min()) <= int(p.slots.max()) < p.temperature.shape[0]:
+            _checks.fail(op, f"{which}.slots", f"in [0, {p.temperature.shape[0]})", str(p.slots.tolist()))
     drafts = draft_tokens[:D]
     bad = (drafts < 0) | (drafts >= target.shape[1])
     if bool(bad.any()):
@@ -283,7 +319,8 @@ def _validate(op, target, target_is_probs, draft_tokens, cu, draft, draft_rows, 
         if D and (int(index.min()) < 0 or int(index.max()) >= draft.shape[0]):
             _checks.fail(op, "draft_rows", f"in [0, {draft.shape[0]})", f"{int(index.min())}..{int(index.max())}")
         if bool(torch.isnan(draft[index]).any()):
-            _checks.fail(op, "draft_logits/draft_probs", "free of NaN", "NaN")
+            _checks.fail(op, draft_name, "free of NaN", "NaN")
     if target_to_draft is not None and draft is not None:
-        if int(target_to_draft.max()) >= draft.shape[1] or int(target_to_draft.min()) < -1:
-            _checks.fail(op, "target_to_draft", f"in [-1, Vd={draft.shape[1]})", f"max {int(target_to_draft.max())}")
+        low, high = int(target_to_draft.min()), int(target_to_draft.max())
+        if low < -1 or high >= draft.shape[1]:
+            _checks.fail(op, "target_to_draft", f"in [-1, Vd={draft.shape[1]})", f"{low}..{high}")

@@ -336,14 +336,6 @@ def test_warmup_measures_costs():
     assert decoder.costs.relative(1, 4) is None
 
 
-def test_default_parameters_are_the_generation_config():
-    model = tiny("llama", seed=7)
-    ids = torch.tensor([prompts(1)[0]])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
-    result = SpeculativeDecoder(model).generate(ids, max_new_tokens=20)
-    assert_same_text(model, ids[0].tolist(), result.tokens[0], expected[0, ids.shape[1] :].tolist())
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -357,6 +349,10 @@ def test_default_parameters_are_the_generation_config():
         (
             lambda d: d.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=0),
             r"max_new_tokens must be >= 1, got 0",
+        ),
+        (
+            lambda d: d.generate(torch.ones(3, 3, dtype=torch.int64), params=sampling(2)),
+            r"params must describe one request per row of input_ids \[3\], got 2",
         ),
         (lambda d: d.generate(torch.ones(2, 3, dtype=torch.int64), streamer=object()), r"batch of 1, got 2"),
         (

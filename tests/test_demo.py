@@ -1,14 +1,27 @@
 """The demo's model loader, and the demo itself end to end."""
 
+import ast
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.smollm2_fixture import smollm2, transformers
 
+import specdec_kernels  # isort: skip
 from specdec_kernels.demo import compare, smollm2 as loader  # isort: skip
 from specdec_kernels.demo.__main__ import main  # isort: skip
+
+
+def test_a_renamed_copy_imports_itself():
+    """The parts that need transformers reach the package by relative imports alone."""
+    package = Path(specdec_kernels.__file__).parent
+    for path in [*package.glob("decoding/**/*.py"), *package.glob("demo/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not [n for n in names if n.split(".")[0] == "specdec_kernels"], path.name
 
 
 def test_cache_dir(monkeypatch, tmp_path):

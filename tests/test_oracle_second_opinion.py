@@ -17,6 +17,7 @@ import torch
 from python_ref import Nucleus, SamplingParams, rng, sample, verify_chain
 
 INF, NAN = math.inf, math.nan
+GREEDY_BELOW = float(np.float32(1e-5))  # temperatures are float32, and so is the bound
 EMPTY_ROW, NAN_SEEN, ZERO_Q, BAD_Q_ROW, PLACEHOLDER, BAD_OFFSETS = 1, 2, 4, 8, 16, 32
 UNDECIDED = 1e-9
 """A margin below this may be decided either way by float64 rounding."""
@@ -79,7 +80,7 @@ def filter_row(logits: np.ndarray, request: dict, order: str) -> Row:
     if top == -INF:
         return Row(np.zeros(len(z)), (INF, -INF, -INF), status | EMPTY_ROW)
     t = request["temperature"]
-    if not t >= 1e-5:  # choice: a negative or NaN temperature that nobody refused is greedy
+    if not t >= GREEDY_BELOW:  # choice: a negative or NaN temperature that nobody refused is greedy
         return Row((np.arange(len(z)) == np.argmax(z)).astype(float), (top, top, 0.0), status)
     x = np.full(len(z), 0.0)
     below = z < top
@@ -106,6 +107,8 @@ def filter_row(logits: np.ndarray, request: dict, order: str) -> Row:
         p_cut = next((c for c in dict.fromkeys(sorted_z) if running[np.count_nonzero(z >= c) - 1] >= goal), -INF)
         p_cut = max(p_cut, base)
     cut = max(k_cut, m_cut, p_cut)
+    if top == INF and cut > -INF:
+        cut = INF  # choice: what a filter keeps besides the +inf tokens has no probability, so the cutoff is theirs
     log_mass = math.log(mass_from(cut))
     return Row(np.where(z >= cut, np.exp(x - log_mass), 0.0), (cut, top, log_mass), status)
 
@@ -139,7 +142,7 @@ def draft_row(c: "Case", j: int, b: int, token: int) -> np.ndarray | None:
         # choice: probabilities are "taken as they are": a NaN elsewhere in the row counts as 0, an all-zero row as q(x) = 0
         return q if math.isfinite(q[token]) else None
     request = request_of(c.draft_params, b)
-    if not request["temperature"] >= 1e-5:
+    if not request["temperature"] >= GREEDY_BELOW:
         return delta
     if c.draft_nucleus is None:
         row = filter_row(source[at], request, c.filter_order)
@@ -193,7 +196,7 @@ def verify_request(c: "Case", b: int, widest: int) -> dict:
             break
         e = exponentials(request["seed"], anchor + i, 2, 0, c.vocab)
         x = int(c.draft_tokens[start + i]) if i < d else None
-        coupled = c.rule == "coupled" or (not c.is_probs and not request["temperature"] >= 1e-5)
+        coupled = c.rule == "coupled" or (not c.is_probs and not request["temperature"] >= GREEDY_BELOW)
         weights, accepted = row.p, False
         if x is not None and not 0 <= x < c.vocab:
             out["status"] |= PLACEHOLDER
@@ -370,6 +373,7 @@ def test_verify_chain_second_opinion(part):
         c = random_case(seed)
         out = c.call()
         widest = c.max_draft if c.max_draft is not None else max(0, *np.diff(c.cu_num_draft.numpy()))
+        widest = widest if c.max_draft is not None else min(widest, c.draft_tokens.numel())
         assert out.tokens.shape == (len(c.cu_num_draft) - 1, widest + 1), seed
         for b in range(out.tokens.shape[0]):
             requests += 1
@@ -422,7 +426,7 @@ def test_sample_second_opinion():
             request = request_of(params, int(rows[i]))
             row = filter_row(numpy(logits)[i], request, order)
             p = row.p
-            if not request["temperature"] >= 1e-5 and mapping is not None:
+            if not request["temperature"] >= GREEDY_BELOW and mapping is not None:
                 # choice: greedy under a map is the lowest *target* id of the maximum, like every other tie
                 z = np.nan_to_num(numpy(logits)[i], nan=-INF, posinf=INF, neginf=-INF)
                 p = to_targets((z == z.max()) * (z.max() > -INF), mapping.tolist(), len(mapping))

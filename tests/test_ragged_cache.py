@@ -6,6 +6,7 @@ import torch
 from tests.smollm2_fixture import TINY, WINDOW, recompute, tiny, transformers
 
 from specdec_kernels.decoding import ModelForward, RaggedCache, UnsupportedModel  # isort: skip
+from specdec_kernels.decoding.forward import row_positions  # isort: skip
 
 
 @torch.inference_mode()
@@ -74,6 +75,8 @@ def test_silent_noncroppable():
         (transformers.Qwen3NextConfig(), "linear_attention"),
         (transformers.Llama4TextConfig(), "chunked"),
         (transformers.FalconConfig(alibi=True), "ALiBi"),
+        (transformers.GPTNeoConfig(), "local attention"),
+        *([(transformers.DoryConfig(), "loops")] if hasattr(transformers, "DoryConfig") else []),
     ]
     for config, reason in configs:
         with pytest.raises(UnsupportedModel, match=reason) as error:
@@ -91,6 +94,38 @@ def test_silent_noncroppable():
     assert cache.lengths == [3, 5], "a refused rollback changes nothing"
     cache.crop(-2)
     assert cache.lengths == [1, 3]
+
+
+@pytest.mark.parametrize("kind", ["Bart", "RoFormer"])
+def test_models_without_position_ids_are_refused(kind):
+    """Their forward takes position_ids among its **kwargs and counts positions by the cache's scalar length."""
+    sizes = {"vocab_size": 64, "is_decoder": True}
+    if kind == "Bart":
+        sizes |= {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    else:
+        sizes |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    config.is_encoder_decoder = False
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with pytest.raises(UnsupportedModel, match=rf"{kind}ForCausalLM .*takes no position_ids"):
+        ModelForward(model)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("Roberta", "positions count from"), ("OpenAIGPT", "takes no cache")])
+def test_models_that_number_or_cache_otherwise_are_refused(kind, reason):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, is_decoder=True)
+    name = "OpenAIGPTLMHeadModel" if kind == "OpenAIGPT" else f"{kind}ForCausalLM"
+    with pytest.raises(UnsupportedModel, match=f"{name} .*{reason}"):
+        ModelForward(getattr(transformers, name)(config))
+
+
+def test_padding_repeats_the_last_position():
+    cache = RaggedCache(tiny("llama").config, 2)
+    cache.advance([5, 2])
+    index, positions = row_positions(cache, [1, 3], 3, torch.device("cpu"))
+    assert index.tolist() == [[5, 6, 7], [2, 3, 4]]
+    assert positions.tolist() == [[5, 5, 5], [2, 3, 4]]
 
 
 def test_unsupported_attention_implementation():

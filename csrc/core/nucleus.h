@@ -8,6 +8,7 @@ namespace specdec::SPECDEC_ISA {
 
 constexpr float kInf = __builtin_inff();
 constexpr float kGreedyBelow = 1e-5f;
+constexpr float kLeastNormal = 1.17549435e-38f;
 
 enum Status : int32_t {
   kEmptyRow = 1,
@@ -37,7 +38,8 @@ SPECDEC_HD Filter make_filter(float temperature, float top_p, int32_t top_k, flo
   f.inv_temperature = 1.0f / t;
   f.scale = f.inv_temperature * kLog2e;
   f.top_p = top_p < 1.0f ? (top_p > 0.0f ? top_p : 0.0f) : 1.0f;
-  f.min_p = min_p > 0.0f ? (min_p < 1.0f ? min_p : 1.0f) : 0.0f;
+  // A ratio below the least normal float cannot be told from 0.
+  f.min_p = min_p > 0.0f ? (min_p < 1.0f ? (min_p > kLeastNormal ? min_p : kLeastNormal) : 1.0f) : 0.0f;
   f.top_k = top_k;
   return f;
 }

@@ -44,9 +44,11 @@ SPECDEC_HD F exp2_floor(F t) {
   return as_float(as_int(y) + shift_left(as_int(shifted), 23));
 }
 
-// 2^t for t <= 0, and 0 below 2^-126.
+// 2^t for t <= 0, and 0 below 2^-126. A t that rounding (or a Nucleus that does not belong to the row) leaves above 0
+// is taken as at most 1, so that the result is a finite number whatever comes in.
 template <class F>
 SPECDEC_HD F exp2_neg(F t) {
+  t = select(t > F(1.0f), F(1.0f), t);
   return select(t > F(kExp2Min), exp2_floor(t), F(0.0f));
 }
 

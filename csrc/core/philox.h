@@ -1,5 +1,4 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) and the keys of DESIGN
-// "Randomness":
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) and the keys of every draw:
 //   key = (seed low, seed high), counter = (index, position low, position high, stream | id << 8)
 #pragma once
 

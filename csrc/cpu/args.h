@@ -24,8 +24,9 @@ struct RowsView {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
   int64_t rows = 0, width = 0, stride = 0;  // stride in elements
+  bool present = false;                     // a tensor without rows has no data, but is there
 
-  explicit operator bool() const { return data != nullptr; }
+  explicit operator bool() const { return present; }
 };
 
 struct ParamsView {
@@ -49,6 +50,7 @@ struct NucleusView {
   float* cutoff = nullptr;
   float* row_max = nullptr;
   float* log_mass = nullptr;
+  int64_t size = 0;
 
   explicit operator bool() const { return cutoff != nullptr; }
 };

@@ -44,9 +44,6 @@ struct Columns {
 
 enum class Kind { kLogits, kProbs, kOneHot };
 
-constexpr float kLeastNormal = 1.17549435e-38f;
-constexpr float kLn2 = 0.693147180559945309417f;
-
 struct Dist {
   Kind kind = Kind::kLogits;
   Columns source;

@@ -21,4 +21,4 @@ void filter_probs(Tensor logits, Tensor temperature, Tensor top_p, Tensor top_k,
 }  // namespace
 }  // namespace specdec
 
-STABLE_TORCH_LIBRARY_IMPL(specdec_kernels, CPU, m) { m.impl("filter_probs", TORCH_BOX(&specdec::filter_probs)); }
+STABLE_TORCH_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) { m.impl("filter_probs", TORCH_BOX(&specdec::filter_probs)); }

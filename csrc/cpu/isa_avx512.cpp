@@ -8,6 +8,7 @@
 #endif
 
 #include "cpu/args.h"
+#include "cpu/chain.h"
 #include "cpu/scratch.h"
 
 #if defined(__x86_64__)

@@ -1,5 +1,6 @@
 // The kernels for the compiler's default instruction set (SSE2 on x86-64, NEON on 64-bit Arm).
 #include "cpu/args.h"
+#include "cpu/chain.h"
 #include "cpu/scratch.h"
 
 #define SPECDEC_ISA baseline

@@ -5,9 +5,9 @@
 #include <new>
 
 #include "cpu/args.h"
+#include "cpu/chain.h"
 #include "cpu/scratch.h"
 #include "cpu/tensors.h"
-#include "cpu/verify_chain_kernel.h"
 
 namespace specdec {
 namespace {
@@ -40,10 +40,11 @@ struct Arena {
 
   float* reserve(int64_t floats) {
     if (floats > size) {
+      // Allocated before the old block goes: a failure leaves everything that points into that one usable.
+      void* larger = std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+      if (!larger) throw std::bad_alloc();
       std::free(memory);
-      size = 0;
-      memory = static_cast<float*>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64));
-      if (!memory) throw std::bad_alloc();
+      memory = static_cast<float*>(larger);
       size = floats;
     }
     return memory;
@@ -111,7 +112,7 @@ void parallel(int64_t n, int64_t elements, void (*body)(int64_t, void*), void* c
 
 }  // namespace specdec
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specdec_kernels, m) { m.def("cpu_isa() -> int"); }
-STABLE_TORCH_LIBRARY_IMPL(specdec_kernels, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(SPECDEC_NAMESPACE, m) { m.def("cpu_isa() -> int"); }
+STABLE_TORCH_LIBRARY_IMPL(SPECDEC_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&specdec::cpu_isa));
 }

@@ -21,4 +21,4 @@ void nucleus(Tensor logits, Tensor temperature, Tensor top_p, Tensor top_k, Tens
 }  // namespace
 }  // namespace specdec
 
-STABLE_TORCH_LIBRARY_IMPL(specdec_kernels, CPU, m) { m.impl("nucleus", TORCH_BOX(&specdec::nucleus)); }
+STABLE_TORCH_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) { m.impl("nucleus", TORCH_BOX(&specdec::nucleus)); }

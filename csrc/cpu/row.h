@@ -312,7 +312,7 @@ SPECDEC_HD float low_for_min_p(float log2_min_p, float row_max, float scale) {
 // Smallest collected value that min-p keeps.
 SPECDEC_HD float min_p_cutoff(const Scratch& scratch, int64_t n, float log2_min_p, float row_max, float scale) {
   float least = row_max;
-  for (int64_t i = 0; i < n; ++i) {
+  for (int64_t i = 0; log2_min_p < 0.0f && i < n; ++i) {
     const float v = scratch.values[i];
     if (v < least && (v - row_max) * scale >= log2_min_p) least = v;
   }

@@ -30,4 +30,4 @@ void sample(Tensor logits, Tensor temperature, Tensor top_p, Tensor top_k, Tenso
 }  // namespace
 }  // namespace specdec
 
-STABLE_TORCH_LIBRARY_IMPL(specdec_kernels, CPU, m) { m.impl("sample", TORCH_BOX(&specdec::sample)); }
+STABLE_TORCH_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) { m.impl("sample", TORCH_BOX(&specdec::sample)); }

@@ -13,6 +13,11 @@
 
 #include "cpu/args.h"
 
+// The op namespace, in one place, so that two builds of the package can live in one process.
+#ifndef SPECDEC_NAMESPACE
+#define SPECDEC_NAMESPACE specdec_kernels
+#endif
+
 namespace specdec {
 
 using torch::headeronly::ScalarType;
@@ -44,6 +49,7 @@ inline RowsView rows_view(const char* op, const char* name, const Tensor& t) {
   view.rows = t.size(0);
   view.width = t.size(1);
   view.stride = t.stride(0);
+  view.present = true;
   return view;
 }
 
@@ -103,7 +109,7 @@ inline NucleusView nucleus_view(const char* op, const MaybeTensor& cutoff, const
   if (!cutoff) return {};
   require(row_max && log_mass, op, "nucleus", "three tensors");
   return {floats(op, "cutoff", cutoff, at_least), floats(op, "row_max", row_max, at_least),
-          floats(op, "log_mass", log_mass, at_least)};
+          floats(op, "log_mass", log_mass, at_least), cutoff->numel()};
 }
 
 }  // namespace specdec

@@ -2,8 +2,8 @@
 #include <atomic>
 #include <vector>
 
+#include "cpu/chain.h"
 #include "cpu/tensors.h"
-#include "cpu/verify_chain_kernel.h"
 
 namespace specdec {
 namespace {
@@ -15,7 +15,7 @@ void verify_by_rows(const VerifyChainArgs& a) {
   std::vector<RowDecision> decisions(a.batch * width);
   std::vector<std::atomic<int64_t>> end(a.batch);  // rows from here on are not needed
   for (int64_t b = 0; b < a.batch; ++b) {
-    const int64_t count = generic::chain_of(a, b).count;
+    const int64_t count = chain_of(a, b).count;
     end[b] = count < 0 ? 0 : count + (a.emit_bonus ? 1 : 0);
   }
   parallel_for_each(a.batch * width, a.batch * width * a.target.width, [&](int64_t item) {
@@ -47,15 +47,15 @@ void verify_chain(Tensor target, bool target_is_probs, Tensor draft_tokens, Tens
   a.target = rows_view(op, target_is_probs ? "target_probs" : "target_logits", target);
   a.target_is_probs = target_is_probs;
   a.draft_tokens = index_view(op, "draft_tokens", draft_tokens, 0);
-  const int64_t drafts = a.draft_tokens.size;
   a.cu_num_draft = ints(op, "cu_num_draft", cu_num_draft, a.batch + 1);
   a.params = params_view(op, temperature, top_p, top_k, min_p, slots, a.batch);
   a.params.seed = vector_data<int64_t>(op, "seed", seed, ScalarType::Long, a.params.size);
   a.position = vector_data<int64_t>(op, "position", position, ScalarType::Long, a.batch);
   a.draft = rows_view(op, draft_is_probs ? "draft_probs" : "draft_logits", draft);
   a.draft_is_probs = draft_is_probs;
-  a.draft_rows = index_view(op, "draft_rows", draft_rows, drafts);
-  a.draft_nucleus = nucleus_view(op, draft_cutoff, draft_row_max, draft_log_mass, drafts);
+  a.draft_rows = index_view(op, "draft_rows", draft_rows, 0);
+  a.draft_nucleus =
+      nucleus_view(op, draft_cutoff, draft_row_max, draft_log_mass, draft_cutoff ? draft_cutoff->numel() : 0);
   a.draft_params = params_view(op, draft_temperature, draft_top_p, draft_top_k, draft_min_p, draft_slots, a.batch);
   require(!a.draft || a.draft_is_probs || a.draft_params, op, "draft_params", "given with draft_logits");
   a.target_to_draft = index_view(op, "target_to_draft", target_to_draft, a.target.width);
@@ -79,4 +79,4 @@ void verify_chain(Tensor target, bool target_is_probs, Tensor draft_tokens, Tens
 }  // namespace
 }  // namespace specdec
 
-STABLE_TORCH_LIBRARY_IMPL(specdec_kernels, CPU, m) { m.impl("verify_chain", TORCH_BOX(&specdec::verify_chain)); }
+STABLE_TORCH_LIBRARY_IMPL(SPECDEC_NAMESPACE, CPU, m) { m.impl("verify_chain", TORCH_BOX(&specdec::verify_chain)); }

@@ -6,38 +6,11 @@
 #pragma once
 
 #include "core/accept.h"
+#include "cpu/chain.h"
 #include "cpu/nucleus_kernel.h"
 #include "cpu/race.h"
 
-namespace specdec {
-
-struct RowDecision {
-  float p[3], q[3];  // Nucleus of the target row and of the draft row
-  int32_t status = 0;
-  bool accepted = false;
-  bool from_residual = false;  // a rejected row that emits from max(0, p - q) rather than from p
-  int64_t token = -1;          // what a rejected row emits, where deciding has already found it
-};
-
-namespace SPECDEC_ISA {
-
-struct Chain {
-  int64_t start = 0, count = 0;  // first draft; number of drafts, -1 if the request has not even one row
-  int32_t status = 0;
-};
-
-inline Chain chain_of(const VerifyChainArgs& a, int64_t b) {
-  const int64_t first = a.cu_num_draft[b], past = a.cu_num_draft[b + 1], total = a.draft_tokens.size;
-  Chain c;
-  c.start = first < 0 ? 0 : (first > total ? total : first);
-  const int64_t end = past < c.start ? c.start : (past > total ? total : past);
-  c.count = end - c.start < a.max_draft ? end - c.start : a.max_draft;
-  const int64_t last_row = a.target.rows - 1 - c.start - b;
-  if (last_row < c.count) c.count = last_row;
-  if (c.start != first || c.start + c.count != past) c.status = kBadOffsets;
-  if (c.count < 0) c.count = -1;
-  return c;
-}
+namespace specdec::SPECDEC_ISA {
 
 inline Nucleus unpack(const float n[3]) { return {n[0], n[1], n[2]}; }
 inline void pack(float out[3], const Nucleus& n) { out[0] = n.cutoff, out[1] = n.row_max, out[2] = n.log_mass; }
@@ -53,7 +26,7 @@ inline Dist target_dist(const VerifyChainArgs& a, int64_t row, const Filter& fil
 
 // Row of the draft matrix behind draft j, or -1.
 inline int64_t draft_row(const VerifyChainArgs& a, int64_t j) {
-  const int64_t row = a.draft_rows ? a.draft_rows[j] : j;
+  const int64_t row = !a.draft_rows ? j : (j < a.draft_rows.size ? a.draft_rows[j] : -1);
   return row >= 0 && row < a.draft.rows ? row : -1;
 }
 
@@ -87,6 +60,7 @@ inline Usable draft_nucleus(const VerifyChainArgs& a, int64_t b, int64_t j) {
   if (a.draft_is_probs) return {empty_nucleus(), true};
   const Filter filter = filter_of(a.draft_params, b);
   if (filter.greedy) return {empty_nucleus(), true};
+  if (a.draft_nucleus && j >= a.draft_nucleus.size) return {empty_nucleus(), false};
   if (a.draft_nucleus) {
     const Nucleus n = {a.draft_nucleus.cutoff[j], a.draft_nucleus.row_max[j], a.draft_nucleus.log_mass[j]};
     const bool finite = n.log_mass - n.log_mass == 0.0f;
@@ -186,7 +160,7 @@ inline void verify_finish(const VerifyChainArgs& a, int64_t b, const RowDecision
   const Chain chain = chain_of(a, b);
   const Filter filter = filter_of(a.params, b);
   const int64_t width = a.max_draft + 1;
-  int32_t status = chain.status;
+  int32_t status = chain.clamped ? kBadOffsets : 0;
   int64_t accepted = 0, emitted = 0;
   const auto emit = [&](int64_t i, int64_t token, float logprob, const Nucleus& nucleus) {
     a.tokens[b * width + i] = static_cast<int32_t>(token);
@@ -231,5 +205,4 @@ inline void verify_request(const VerifyChainArgs& a, int64_t b) {
   verify_finish(a, b, decisions);
 }
 
-}  // namespace SPECDEC_ISA
-}  // namespace specdec
+}  // namespace specdec::SPECDEC_ISA

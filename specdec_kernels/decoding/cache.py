@@ -127,9 +127,16 @@ class RaggedCache(Cache):
             self.layers.append(_RaggedLayer(self))
         return self.layers[layer_idx].update(key_states, value_states)
 
-    def advance(self, counts: Sequence[int]) -> None:
-        """Takes the first counts[b] tokens of the last forward into row b."""
+    def advance(self, counts: Sequence[int], counts_tensor: Tensor | None = None) -> None:
+        """Takes the first counts[b] tokens of the last forward into row b.
+
+        counts_tensor: `counts` as int64 [B] on the device, for callers that had it before the forward.
+        """
+        before = self._tensor
         self._set([n + c for n, c in zip(self.lengths, counts, strict=True)])
+        # A new tensor from the host would wait for the forward that was just launched.
+        if before is not None and (counts_tensor is not None or len(set(counts)) == 1):
+            self._tensor = before + (counts[0] if counts_tensor is None else counts_tensor)
 
     def rollback(self, counts: Sequence[int]) -> None:
         """Drops row b's last counts[b] tokens.
@@ -172,7 +179,8 @@ class RaggedCache(Cache):
 def check_supported(config) -> None:
     """Raises UnsupportedModel, naming the reason, for models that a `RaggedCache` cannot serve.
 
-    Supported: decoder-only models whose layers are all full or sliding-window attention with explicit positions.
+    Supported: decoder-only models whose layers are all full or sliding-window attention with explicit positions, as far
+    as the config tells; `ModelForward` also refuses models whose `forward` takes no `position_ids`.
     """
     name = getattr(config, "model_type", None) or type(config).__name__
 
@@ -188,6 +196,10 @@ def check_supported(config) -> None:
         refuse(f"layers of type {', '.join(kinds)} (only {' and '.join(_ATTENTION)} can be rolled back by length)")
     if getattr(config, "attention_chunk_size", None):
         refuse("chunked attention")
+    if name == "gpt_neo" or "local" in (getattr(config, "attention_layers", None) or ()):
+        refuse("local attention takes its window from the number of keys, not from position_ids")
+    if name == "dory":
+        refuse("its loops append their own keys behind the last entry of the whole batch")
     if name in _RECURRENT:
         refuse("recurrent state cannot be rolled back by length")
     if getattr(config, "num_kv_shared_layers", 0):

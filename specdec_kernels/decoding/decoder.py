@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -10,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_kernels import SamplingTensors, verify_chain
-
+from .. import SamplingTensors, verify_chain
 from .drafters.base import DraftBatch, DraftContext, Drafter, StepOutcome
 from .forward import ForwardOutput, ModelForward
 from .packed import PackedForward
@@ -59,20 +59,23 @@ class SpeculativeDecoder:
 
     Each step feeds the target the last token and the drafts of every row in one forward, verifies them with
     `verify_chain`, and rolls every row's cache back to what was accepted of it. Rows accept different numbers of drafts
-    and finish at different steps; finished rows leave the batch.
+    and finish at different steps; finished rows leave the batch. A decoder, its drafter and its costs serve one `generate`
+    at a time; decoders in several threads may share a target, each with a drafter of its own.
 
     Args:
-        target: a transformers causal LM whose layers are full or sliding-window attention.
+        target: a transformers causal LM that `ModelForward` supports.
         drafter: proposes tokens; None decodes plainly through the same code.
         num_draft: most drafts per row and step.
         rule: "token", "coupled" or "auto": "coupled" for deterministic drafters, where it accepts as often, "token"
-            otherwise. Under "coupled" the text depends on the seed alone, not on drafter, draft lengths or pauses.
+            otherwise. Under "coupled" the text depends on the seed alone, not on drafter, draft lengths or pauses, up to
+            the last bits of the model's own logits, which differ with the number of tokens per forward: in float32 that
+            is rarely seen, in bfloat16 and float16 often.
         adaptive: watch acceptance against the measured costs, pause speculation where it loses time (see `threshold`),
             and let lookups choose draft lengths by cost. Under rule "token" the lengths shape the text, so a fixed seed
             then gives the same text only with `adaptive=False`; the distribution is the same either way.
         threshold: share of the break-even acceptance below which speculation pauses.
         packed: "auto" uses the packed float32 CPU forward where the model fits, True requires it, False leaves the
-            model's own. It costs a second copy of the weights; logits differ from the model's in the last bits.
+            model's own. It doubles the memory of the weights; logits differ from the model's in the last bits.
         forward: another decoder's `forward` of the same target, to share its packed weights; overrides `packed`.
 
     Raises:
@@ -122,7 +125,7 @@ class SpeculativeDecoder:
         params: SamplingTensors | None = None,
         *,
         max_new_tokens: int = 128,
-        eos: int | Sequence[int] | None = None,
+        eos: int | Sequence[int] | Tensor | None = None,
         pad: int | None = None,
         streamer=None,
         progress: bool = False,
@@ -132,10 +135,11 @@ class SpeculativeDecoder:
         Args:
             input_ids: int64 [B, n] on the target's device.
             attention_mask: [B, n], 0 for padding, left or right; None: no padding.
-            params: sampling parameters of the B requests; None: those of the target's generation config, seeds from
-                torch's default generator.
+            params: sampling parameters of the B requests; None: those of the target's generation config
+                (`SamplingTensors.from_generation_config`, which warns of settings it cannot carry over), seeds from torch's
+                default generator.
             max_new_tokens: >= 1.
-            eos: id or ids that end a row; None: the generation config's; an empty sequence: none.
+            eos: id or ids (int, sequence or tensor) that end a row; None: the generation config's; an empty sequence: none.
             pad: id that fills the output; None: the generation config's, or the first `eos`, or 0.
             streamer: transformers streamer; gets the prompt, then each step's tokens. Batch 1 only.
             progress: show a tqdm bar of new tokens.
@@ -146,7 +150,7 @@ class SpeculativeDecoder:
         Raises:
             ValueError: an argument of the wrong shape, dtype or range.
 
-        Reads the emitted tokens back once per step.
+        Reads the emitted tokens back once per step. Not re-entrant: one call at a time per decoder and per drafter.
         """
         prompts = _prompts(input_ids, attention_mask)
         batch, device = len(prompts), self.forward.device
@@ -158,7 +162,12 @@ class SpeculativeDecoder:
             params = SamplingTensors.from_generation_config(
                 self.target.generation_config, batch_size=batch, device=device
             )
+        elif params.num_requests != batch:
+            raise ValueError(
+                f"generate: params must describe one request per row of input_ids [{batch}], got {params.num_requests}"
+            )
         ends = _ids(eos, getattr(self.target.generation_config, "eos_token_id", None))
+        self.forward.refresh()
         stats = SpecDecodeStats()
         rows = [_Row(b, list(p), len(p), len(p) + max_new_tokens) for b, p in enumerate(prompts)]
         run = _Run(self, rows, params, ends, stats)
@@ -182,7 +191,7 @@ class SpeculativeDecoder:
             pad = next(iter(fills), min(ends, default=0))
         tokens = [row.tokens[row.prompt_length :] for row in rows]
         stats.tokens = sum(map(len, tokens))
-        output = torch.full((batch, max(map(len, tokens))), pad, dtype=torch.int64)
+        output = torch.full((batch, max(map(len, tokens))), int(pad), dtype=torch.int64)
         for b, new in enumerate(tokens):
             output[b, : len(new)] = torch.tensor(new)
         sequences = torch.cat([input_ids, output.to(input_ids.device)], 1)
@@ -197,6 +206,7 @@ class SpeculativeDecoder:
             context: tokens per row in the cache while measuring.
             repeats: forwards of each size.
         """
+        self.forward.refresh()
         ids = torch.arange(context + self.num_draft + 1, device=self.forward.device) % self.forward.vocab_size
         ids = ids.repeat(batch_size, 1)
         cache = self.forward.new_cache(batch_size, ids.shape[1])
@@ -250,10 +260,11 @@ class _Run:
         counts = [len(row.tokens) for row in self.rows]
         width = max(counts)
         feed = torch.tensor([r.tokens + [0] * (width - len(r.tokens)) for r in self.rows], device=self.device)
+        none = [0] * len(self.rows)
+        place = _offsets(none, self.device), self._position()
         logits = self.forward(feed, counts, self.cache, last_only=True).logits
         self.cache.advance(counts)
-        none = [0] * len(self.rows)
-        emitted, _ = self._verify(logits, None, none)
+        emitted, _ = self._verify(logits, None, none, place)
         emitted = self._emit(emitted)
         if self.drafter is not None:
             self.drafter.observe(StepOutcome(emitted, none, none))
@@ -262,13 +273,16 @@ class _Run:
     def _step(self) -> list[list[int]]:
         stats, batch = self.stats, len(self.rows)
         t0 = perf_counter()
-        drafts = self._propose()
+        position = self._position()
+        drafts = self._propose(position)
         counts = drafts.counts if drafts is not None else [0] * batch
         longest = max(counts)
         t1 = perf_counter()
-        output = self.forward(self._feed(drafts, longest), [n + 1 for n in counts], self.cache)
+        # Everything that comes from the host goes ahead of the forward: a copy behind it would wait for it.
+        place, feed = (_offsets(counts, self.device), position), self._feed(drafts, longest)
+        output = self.forward(feed, [n + 1 for n in counts], self.cache)
         t2 = perf_counter()
-        emitted, accepted = self._verify(output.logits, drafts, counts)
+        emitted, accepted = self._verify(output.logits, drafts, counts, place)
         t3 = perf_counter()
         self.cache.advance([longest + 1] * batch)
         self.cache.rollback([longest - a for a in accepted])
@@ -284,7 +298,7 @@ class _Run:
         stats.rest_seconds += perf_counter() - t3
         return emitted
 
-    def _propose(self) -> DraftBatch | None:
+    def _propose(self, position: Tensor) -> DraftBatch | None:
         decoder, batch = self.decoder, len(self.rows)
         if self.drafter is None or decoder.num_draft == 0:
             return None
@@ -300,7 +314,7 @@ class _Run:
         drafts = self.drafter.propose(
             DraftContext(
                 tokens=[row.tokens for row in self.rows],
-                position=self._position(),
+                position=position,
                 params=self.params,
                 budgets=budgets,
                 rule=decoder.rule,
@@ -332,9 +346,9 @@ class _Run:
         return feed
 
     def _verify(
-        self, logits: Tensor, drafts: DraftBatch | None, counts: list[int]
+        self, logits: Tensor, drafts: DraftBatch | None, counts: list[int], place: tuple[Tensor, Tensor]
     ) -> tuple[list[list[int]], list[int]]:
-        """Tokens that each row emits and drafts accepted of it."""
+        """Tokens that each row emits and drafts accepted of it; `place`: offsets of the drafts, positions of the rows."""
         given: dict[str, Any] = {}
         if drafts is None:
             tokens = torch.empty(0, dtype=torch.int32, device=self.device)
@@ -346,8 +360,7 @@ class _Run:
                     "draft_params": drafts.params, "target_to_draft": drafts.target_to_draft,
                 }  # fmt: skip
         out = verify_chain(
-            logits, tokens, _offsets(counts, self.device), self.params, self._position(), rule=self.decoder.rule,
-            max_draft=max(counts), **given,
+            logits, tokens, place[0], self.params, place[1], rule=self.decoder.rule, max_draft=max(counts), **given,
         )  # fmt: skip
         # One transfer for everything the host needs.
         packed = torch.cat([out.tokens, out.num_accepted[:, None], out.status[:, None]], 1).tolist()
@@ -429,11 +442,14 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]
     return prompts
 
 
-def _ids(given: int | Sequence[int] | None, default: int | Sequence[int] | None) -> frozenset[int]:
+def _ids(given: int | Sequence[int] | Tensor | None, default: int | Sequence[int] | Tensor | None) -> frozenset[int]:
     chosen = default if given is None else given
     if chosen is None:
         return frozenset()
-    return frozenset([chosen] if isinstance(chosen, int) else chosen)
+    if isinstance(chosen, Tensor):
+        chosen = chosen.flatten().tolist()
+    # Elements of other kinds (tensors, NumPy integers) hash differently from the ints of a text.
+    return frozenset([int(chosen)] if isinstance(chosen, numbers.Integral) else map(int, chosen))
 
 
 def _bar(progress: bool, total: int):

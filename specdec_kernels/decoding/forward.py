@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cache import RaggedCache, UnsupportedModel, check_supported
+
+_locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_locks_guard = threading.Lock()
+
+
+def model_lock(model) -> threading.RLock:
+    """The lock that everything in this package which puts hooks on `model`, or looks for them, takes."""
+    with _locks_guard:
+        return _locks.setdefault(model, threading.RLock())
 
 
 class ForwardOutput(NamedTuple):
@@ -19,7 +30,11 @@ class ForwardOutput(NamedTuple):
 
 
 class ModelForward:
-    """Runs any transformers causal LM of full or sliding-window attention layers, unchanged.
+    """Runs a transformers causal LM of full or sliding-window attention layers, unchanged.
+
+    The model must take its positions from `position_ids` and its attention from the given mask alone; those known to
+    take either from the cache's scalar length are refused by name. Forwards of one model from several threads are run
+    one after the other.
 
     Args:
         model: a `PreTrainedModel` with an LM head, attention implementation "sdpa" or "eager".
@@ -40,8 +55,23 @@ class ModelForward:
                 f'{type(model).__name__}: attention implementation must be "sdpa" or "eager" (a mask per row), '
                 f"got {implementation!r}"
             )
-        # transformers 5.24 renamed the argument; passing the old name there warns on every call.
         parameters = inspect.signature(model.forward).parameters
+        reason = None
+        # Such a forward takes the argument as one of its **kwargs and drops it.
+        if "position_ids" not in parameters:
+            reason = "its forward takes no position_ids, so rows of different lengths would get each other's positions"
+        elif "cache" not in parameters and "past_key_values" not in parameters:
+            reason = "its forward takes no cache"
+        elif any(
+            name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+            for name, module in model.named_modules()
+        ):
+            reason = "its positions count from behind the padding id, as RoBERTa's do, not from 0"
+        if reason:
+            raise UnsupportedModel(
+                f"RaggedCache: {type(model).__name__} (model type {self.config.model_type!r}) is not supported: {reason}"
+            )
+        # transformers 5.24 renamed the argument; passing the old name there warns on every call.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         kinds = getattr(self.config, "layer_types", None)
         window = getattr(self.config, "sliding_window", None)
@@ -63,6 +93,9 @@ class ModelForward:
     def new_cache(self, batch_size: int, capacity: int) -> RaggedCache:
         return RaggedCache(self.config, batch_size, capacity=capacity, device=self.device)
 
+    def refresh(self) -> None:
+        """Takes in what has changed about the model since the last call; decoders call it once per `generate`."""
+
     def __call__(
         self, tokens: Tensor, counts: list[int], cache: RaggedCache, *, last_only: bool = False
     ) -> ForwardOutput:
@@ -75,50 +108,74 @@ class ModelForward:
             last_only: logits of each row's last token alone ([B, V]) instead of all sum(counts) of them.
         """
         rows = wanted_rows(counts, tokens.shape[1], last_only, tokens.device)
-        positions = cache.lengths_tensor[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        index, positions = row_positions(cache, counts, tokens.shape[1], tokens.device)
+        mask = self._mask(cache, index)
         captured: list[Tensor] = []
+        caller = threading.get_ident()
 
         def gather(_module, args):
+            # The caller's own use of the model in another thread takes no lock.
+            if threading.get_ident() != caller:
+                return None
             hidden = args[0].reshape(-1, args[0].shape[-1])
             hidden = hidden if rows is None else hidden.index_select(0, rows)
             captured.append(hidden)
             return (hidden[None], *args[1:])
 
         # Gathering before the LM head spares the logits of padding, and keeps whatever the model does after the head.
-        hook = self._head.register_forward_pre_hook(gather) if self._head is not None else None
-        try:
-            logits = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=self._mask(cache, positions),
-                use_cache=True,
-                **{self._cache_argument: cache},
-            ).logits
-        finally:
-            if hook is not None:
-                hook.remove()
+        with model_lock(self.model):
+            hook = self._head.register_forward_pre_hook(gather) if self._head is not None else None
+            try:
+                logits = self.model(
+                    input_ids=tokens,
+                    position_ids=positions,
+                    attention_mask=mask,
+                    use_cache=True,
+                    **{self._cache_argument: cache},
+                ).logits
+            finally:
+                if hook is not None:
+                    hook.remove()
         logits = logits.reshape(-1, logits.shape[-1])
         if not captured and rows is not None:
             logits = logits.index_select(0, rows)
         return ForwardOutput(logits, captured[0] if captured else None)
 
-    def _mask(self, cache: RaggedCache, positions: Tensor):
-        """None where causal attention over the returned entries needs no mask, a 4D mask, or one per layer type."""
-        count = positions.shape[1]
+    def _mask(self, cache: RaggedCache, index: Tensor):
+        """None where causal attention over the returned entries needs no mask, a 4D mask, or one per layer type.
+
+        index: the entry that each query writes, [B, q].
+        """
+        count = index.shape[1]
         if self._kinds == ["full_attention"] and cache.uniform and (count == 1 or cache.max_length == 0):
             return None
-        key = torch.arange(cache.max_length + count, device=positions.device)
+        key = torch.arange(cache.max_length + count, device=index.device)
         dtype = self.model.dtype
         masks = {}
         for kind in self._kinds:
-            hidden = key > positions[:, None, :, None]
+            hidden = key > index[:, None, :, None]
             if kind == "sliding_attention":
-                hidden = hidden | (key <= positions[:, None, :, None] - self._window)
+                hidden = hidden | (key <= index[:, None, :, None] - self._window)
             masks[kind] = torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(
                 hidden, torch.finfo(dtype).min
             )
         # One causal mask for a model of both kinds would silently widen its windows.
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def row_positions(cache: RaggedCache, counts: list[int], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cache entries that a forward of `width` tokens per row writes, and the positions to embed there; int64 [B, width].
+
+    They differ in padding alone, which repeats its row's last position: a row near the model's limit may be padded to
+    the width of another one, past the last row of a learned position table.
+    """
+    offset = torch.arange(width, device=device)
+    start = cache.lengths_tensor[:, None]
+    index = start + offset
+    if all(n == width for n in counts):
+        return index, index
+    last = torch.tensor(counts, dtype=torch.int64, device=device)[:, None] - 1
+    return index, start + torch.minimum(offset, last)
 
 
 def wanted_rows(counts: list[int], width: int, last_only: bool, device: torch.device) -> Tensor | None:

@@ -2,12 +2,14 @@
 
 A float32 matrix product with 4 to 16 rows spends about as long rearranging the weight as multiplying it: MKL packs the
 matrix on every call, so that 6 tokens cost twice what one does though both read the same bytes. Packing once removes
-that. Joining q/k/v and gate/up, a grouped-query attention that does not repeat the keys, and skipping the module and
-decorator calls remove most of the rest.
+that, for a second copy of every matrix: it doubles the memory of the weights. Joining q/k/v and gate/up, a
+grouped-query attention that does not repeat the keys, and skipping the module and decorator calls remove most of the
+rest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cache import RaggedCache
-from .forward import ForwardOutput, ModelForward, wanted_rows
+from .forward import ForwardOutput, ModelForward, model_lock, row_positions, wanted_rows
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +58,24 @@ class _Layer:
         self.down = _PackedLinear(mlp.down_proj)
 
 
+class _Stamp:
+    """What a packed copy was made from: the modules, and identity, storage and version of the linears' tensors."""
+
+    def __init__(self, model):
+        self.modules = tuple(model.modules())
+        linears = [m for m in self.modules if type(m) is nn.Linear]
+        self.tensors = [t for m in linears for t in (m.weight, m.bias) if t is not None]
+        self.marks = [(t.data_ptr(), t._version) for t in self.tensors]
+
+    def same(self, other: _Stamp) -> bool:
+        # Both hold their tensors, so an identity is not taken over by a new one.
+        return (
+            self.modules == other.modules
+            and [id(t) for t in self.tensors] == [id(t) for t in other.tensors]
+            and self.marks == other.marks
+        )
+
+
 def _norm(x: Tensor, module: Any) -> Tensor:
     return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
@@ -63,18 +83,52 @@ def _norm(x: Tensor, module: Any) -> Tensor:
 class PackedForward(ModelForward):
     """`ModelForward` with a fast path for at most `MAX_ROWS` tokens in all; more tokens (prefill) take the model's own.
 
-    The construction packs the weights (a second copy of them in memory) and compares both paths on random tokens; use
-    `build`, which says None or raises where the model, its dtype or the machine does not fit.
+    The construction packs the weights, which doubles their memory, and compares both paths on random tokens; use `build`,
+    which says None or raises where the model, its dtype or the machine does not fit.
+
+    `refresh` (once per `generate`) packs again what has changed since, and leaves every forward to the model where that
+    no longer fits, say because of a hook. It goes by the modules and by identity, storage and version of their tensors:
+    values written through `.data` leave no trace there, so call `repack` after that. Weights and hooks must not change
+    while a `generate` runs.
     """
 
     MAX_ROWS = 16
 
     def __init__(self, model):
         super().__init__(model)
-        reason = self.unfit(model)
+        with model_lock(model):
+            reason = self.unfit(model)
+            if reason:
+                raise ValueError(f"PackedForward: {reason}")
+            self.repack()
+
+    def repack(self) -> None:
+        """Packs the model's weights as they are now; ArithmeticError where both paths then disagree."""
+        with model_lock(self.model), torch.inference_mode(False), torch.no_grad():
+            self._fits, self._disagreement = False, None
+            self._layers = []  # frees the old copy before the new one is made
+            self._stamp = _Stamp(self.model)
+            self._pack()
+            self._fits = True
+            try:
+                self._compare()
+            except ArithmeticError as error:
+                self._fits, self._disagreement = False, str(error)
+                raise
+
+    def refresh(self) -> None:
+        with model_lock(self.model):
+            reason = self.unfit(self.model)
+            if reason is None and not self._stamp.same(_Stamp(self.model)):
+                with contextlib.suppress(ArithmeticError):  # kept in _disagreement
+                    self.repack()
+            reason = reason or self._disagreement
+            self._fits = reason is None
         if reason:
-            raise ValueError(f"PackedForward: {reason}")
-        config, base = self.config, model.model
+            _log.info("packed forward not used: %s", reason)
+
+    def _pack(self) -> None:
+        config, base = self.config, self.model.model
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -82,10 +136,8 @@ class PackedForward(ModelForward):
         half = torch.ones(self._dim)
         half[: self._dim // 2] = -1
         self._sign = half
-        with torch.no_grad():
-            self._layers = [_Layer(layer) for layer in base.layers]
-            self._packed_head = _PackedLinear(model.lm_head)
-            self._compare()
+        self._packed_head = _PackedLinear(self.model.lm_head)
+        self._layers = [_Layer(layer) for layer in base.layers]
 
     @staticmethod
     def unfit(model) -> str | None:
@@ -99,7 +151,13 @@ class PackedForward(ModelForward):
         config = model.config
         if len(set(getattr(config, "layer_types", None) or ())) > 1:
             return "layers must be of one kind"
-        # Hooks and adapters replace the linears or wrap their forward; packing would bypass them.
+        # Versions are how `refresh` sees a change.
+        if any(p.is_inference() for p in model.parameters()):
+            return "parameters must not be inference tensors, which have no version"
+        # Neither is called on the fast path.
+        if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
+            return "modules must have no forward hooks and no forward of their own instance"
+        # Adapters and parametrizations change the class.
         if any(type(m) is not nn.Linear for n, m in model.named_modules() if n.endswith(("_proj", "lm_head"))):
             return "projections must be plain nn.Linear"
         return None
@@ -126,7 +184,7 @@ class PackedForward(ModelForward):
         super().__call__(tokens[:, :8], [8], cache, last_only=True)
         cache.advance([8])
         expected = super().__call__(tokens[:, 8:], [self.MAX_ROWS], cache).logits
-        for count in (1, 2, 3, 6, self.MAX_ROWS):
+        for count in range(1, self.MAX_ROWS + 1):
             got = self(tokens[:, 8 : 8 + count], [count], cache).logits
             error = (got - expected[:count]).abs().max().item()
             limit = _TOLERANCE * expected.std().item()
@@ -140,12 +198,12 @@ class PackedForward(ModelForward):
     ) -> ForwardOutput:
         batch, count = tokens.shape
         total = batch * count
-        if total > self.MAX_ROWS:
+        if total > self.MAX_ROWS or not self._fits:
             return super().__call__(tokens, counts, cache, last_only=last_only)
         heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
         group = heads // kv_heads
-        positions = cache.lengths_tensor[:, None] + torch.arange(count)
-        mask = self._mask(cache, positions)
+        index, positions = row_positions(cache, counts, count, tokens.device)
+        mask = self._mask(cache, index)
         if mask is None and count > 1:
             mask = torch.zeros(count, count).masked_fill_(
                 torch.ones(count, count, dtype=torch.bool).triu_(1), -torch.inf
@@ -157,7 +215,7 @@ class PackedForward(ModelForward):
         cos, sin = self._rotary(x, position_ids=positions)
         cos, sin = cos.view(-1, 1, dim).expand(total, 1, dim), (sin * self._sign).view(-1, 1, dim).expand(total, 1, dim)
 
-        for index, layer in enumerate(self._layers):
+        for layer_index, layer in enumerate(self._layers):
             qkv = layer.qkv(_norm(x, layer.norm1)).view(total, heads + 2 * kv_heads, dim)
             qk = qkv[:, : heads + kv_heads]
             if layer.q_norm is not None:
@@ -166,7 +224,7 @@ class PackedForward(ModelForward):
             qk = torch.addcmul(qk * cos, torch.roll(qk, dim // 2, -1), sin)
             key = qk[:, heads:].view(batch, count, kv_heads, dim).transpose(1, 2)
             value = qkv[:, heads + kv_heads :].view(batch, count, kv_heads, dim).transpose(1, 2)
-            key, value = cache.update(key, value, index)
+            key, value = cache.update(key, value, layer_index)
             # The queries of a group share their keys: [B, Hk, group * q, D] against [B, Hk, kv, D], nothing repeated.
             query = qk[:, :heads].view(batch, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
             query = query.reshape(batch, kv_heads, group * count, dim)

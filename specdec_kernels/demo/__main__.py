@@ -10,9 +10,8 @@ from time import perf_counter
 
 import torch
 
-import specdec_kernels
-from specdec_kernels.decoding import Drafter, DraftModelDrafter, PromptLookupDrafter
-
+from .. import info
+from ..decoding import Drafter, DraftModelDrafter, PromptLookupDrafter
 from . import compare, smollm2
 from .prompts import PROMPTS
 
@@ -94,7 +93,7 @@ def main(argv=None) -> None:
     given = {"given prompt": (options.prompt, True)} if options.prompt else PROMPTS
     prompts = {key: _encode(tokenizer, message) for key, (message, _) in given.items()}
     comparison.warmup(next(iter(prompts.values())))
-    native = specdec_kernels.info()["backends"]["native (CPU)"]
+    native = info()["backends"]["native (CPU)"]
     print(f"model     {name}, {model.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"drafts    {method}, up to {options.num_draft} per step, rule {comparison.ours.rule!r}")
     print(
@@ -132,7 +131,7 @@ def main(argv=None) -> None:
     print("\n".join(_same_seed(comparison, prompts, min(options.tokens, 64))))
     if options.json:
         report = {
-            "model": name, "threads": torch.get_num_threads(), "environment": specdec_kernels.info(),
+            "model": name, "threads": torch.get_num_threads(), "environment": info(),
             "cells": [
                 {"prompt": key, "mode": mode.label, "methods": {n: m.to_dict() for n, m in into.items()}}
                 for (key, mode), into in cells.items()

@@ -10,8 +10,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from specdec_kernels import SamplingTensors
-from specdec_kernels.decoding import Drafter, SpecDecodeStats, SpeculativeDecoder
+from .. import SamplingTensors
+from ..decoding import Drafter, SpecDecodeStats, SpeculativeDecoder
 
 BASELINE = "generate"
 PEER = "generate, assisted"

@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..status import Status
+
 GREEDY_BELOW = float(torch.tensor(1e-5))  # as float32, which temperatures are
-EMPTY_ROW, NAN, ZERO_Q, BAD_Q_ROW, PLACEHOLDER, BAD_OFFSETS = 1, 2, 4, 8, 16, 32
+EMPTY_ROW, NAN, ZERO_Q, BAD_Q_ROW, PLACEHOLDER, BAD_OFFSETS = (int(bit) for bit in Status)
 CHUNK_ELEMENTS = 1 << 20
 """Rows are processed in chunks of about this many elements, so that a float64 temporary stays at eight megabytes."""
 
@@ -91,6 +93,8 @@ def filter_rows(logits: Tensor, p: Params, filter_order: int) -> Rows:
     cutoff = torch.maximum(torch.maximum(cut_k, cut_m), cut_p)
     kept = (ordered >= cutoff[:, None]).sum(1).clamp_min(1)
     log_mass = mass.gather(1, (kept - 1)[:, None])[:, 0].log()
+    filtered = top_k_on | min_p_on | (p.top_p < 1)
+    cutoff = torch.where(filtered & (row_max == torch.inf), torch.full_like(cutoff, torch.inf), cutoff)
     cutoff = torch.where(p.greedy, row_max, cutoff)
     log_mass = torch.where(p.greedy, torch.zeros_like(log_mass), log_mass)
     inf = torch.full_like(row_max, torch.inf)

@@ -48,8 +48,13 @@ class _Draft:
         usable = torch.ones_like(tokens, dtype=torch.bool)
         if self.draft is None:
             return one_hot, usable
-        row = flat if self.draft_rows is None else self.draft_rows[flat].long()
-        inside = (row >= 0) & (row < self.draft.shape[0])
+        row, inside = flat, torch.ones_like(usable)
+        if self.draft_rows is not None:
+            row, inside = _lookup(self.draft_rows, flat)
+            row = row.long()
+        inside = inside & (row >= 0) & (row < self.draft.shape[0])
+        if self.draft.shape[0] == 0:
+            return one_hot, ~usable
         raw = self.draft[row.clamp(0, self.draft.shape[0] - 1)]
         if self.is_probs:
             q = _rows.to_target_vocab(raw.double(), self.target_to_draft, self.vocab)
@@ -59,14 +64,22 @@ class _Draft:
             good = ~r.empty & ~r.nan
             q = _rows.probs(r, self.params)
         else:
-            cutoff, row_max, log_mass = (field[flat].double() for field in self.nucleus)
-            good = ~cutoff.isnan() & ~row_max.isnan() & (row_max > -torch.inf) & log_mass.isfinite()
+            (cutoff, saved), (row_max, _), (log_mass, _) = (_lookup(field.double(), flat) for field in self.nucleus)
+            good = saved & ~cutoff.isnan() & ~row_max.isnan() & (row_max > -torch.inf) & log_mass.isfinite()
             z = torch.where(raw.isnan(), -torch.inf, raw.double())
             x = _rows.scaled(z, row_max, self.params.temperature)
             q = torch.where(z >= cutoff[:, None], (x - log_mass[:, None]).exp(), 0.0)
         q = _rows.to_target_vocab(q, self.target_to_draft, self.vocab)
         greedy = self.params.greedy
         return torch.where(greedy[:, None], one_hot, q), (inside & good) | (inside & greedy)
+
+
+def _lookup(table, index):
+    """(table[index], index within the table); what lies outside reads as the last element, or 0 of an empty table."""
+    inside = (index >= 0) & (index < table.shape[0])
+    if table.shape[0] == 0:
+        return torch.zeros_like(index, dtype=table.dtype), inside
+    return table[index.clamp(0, table.shape[0] - 1)], inside
 
 
 def residual(p, q):
@@ -131,7 +144,7 @@ def _verify_requests(
     end = torch.minimum(torch.maximum(cu[1:], start), torch.full_like(start, D))
     d = torch.minimum((end - start).clamp_max(K), R - 1 - start - request)
     rowless = d < 0
-    state = torch.where((start == cu[:-1]) & (start + d == cu[1:]), 0, _rows.BAD_OFFSETS).to(torch.int32)
+    state = torch.where((d >= 0) & (start == cu[:-1]) & (start + d == cu[1:]), 0, _rows.BAD_OFFSETS).to(torch.int32)
     first_row = start + request
 
     tokens.fill_(-1)

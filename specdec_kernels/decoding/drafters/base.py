@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specdec_kernels import Nucleus, SamplingTensors
+from ... import Nucleus, SamplingTensors
 
 
 @dataclass

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_kernels import Nucleus, SamplingTensors, sample
-
+from ... import Nucleus, SamplingTensors, sample
+from ...eager._rows import GREEDY_BELOW
+from ...sample import STREAM_DRAFT, STREAM_SAMPLE
 from ..cache import RaggedCache
 from ..forward import ModelForward
 from ..packed import PackedForward
 from .base import DraftBatch, DraftContext, Drafter, StepOutcome
 
-_STREAM_DRAFT, _STREAM_SAMPLE = 0, 2
-_GREEDY = 1e-5
 # Models of one family round their vocabulary up differently (Qwen2.5: 151,936 and 152,064 rows for one tokenizer).
 _PADDING = 1024
 
@@ -32,7 +31,8 @@ class DraftModelDrafter(Drafter):
         model: a transformers causal LM that `ModelForward` supports.
         target_to_draft: int [V], column of target id v in the draft's logits or -1, for a head over a reduced
             vocabulary; the model's input embeddings still take target ids. None: ids are the same, and the two
-            vocabularies may differ by up to 1,024 padding rows.
+            vocabularies may differ by up to 1,024 padding rows. Ids that the model has no embedding for are fed to it as
+            its last id: worse drafts behind them, the same law of the text.
         packed: "auto" uses the packed CPU forward where it fits, True requires it, False leaves the model's own.
 
     Raises:
@@ -45,6 +45,7 @@ class DraftModelDrafter(Drafter):
         self.target_to_draft = target_to_draft
         self.calls = 0
         self._columns = self.forward.vocab_size
+        self._last_id = model.get_input_embeddings().weight.shape[0] - 1
         self._cache: RaggedCache = self.forward.new_cache(0, 1)
         self._greedy = False
         self._committed: list[int] = []
@@ -79,8 +80,9 @@ class DraftModelDrafter(Drafter):
         self._columns = min(own, vocab)
 
     def begin(self, prompts: Sequence[Sequence[int]], params: SamplingTensors, max_tokens: int) -> None:
+        self.forward.refresh()
         self._cache = self.forward.new_cache(len(prompts), max_tokens)
-        self._greedy = bool((params.temperature < _GREEDY).all())
+        self._greedy = not bool((params.temperature >= GREEDY_BELOW).any())
 
     def propose(self, context: DraftContext) -> DraftBatch | None:
         longest = max(context.budgets, default=0)
@@ -90,16 +92,17 @@ class DraftModelDrafter(Drafter):
         params = context.params
         # Rule "coupled" and greedy requests never read q.
         keep_q = context.rule != "coupled" and not self._greedy
+        rows = self._rows(context.budgets, longest)
         logits = self._catch_up(context.tokens)
         tokens, nuclei = [], []
         q = logits.new_empty(batch, longest, self._columns) if keep_q else None
         place: dict[str, Any]
         for offset in range(longest):
             if context.rule == "coupled":
-                place = {"stream": _STREAM_SAMPLE, "position": context.position + offset}
+                place = {"stream": STREAM_SAMPLE, "position": context.position + offset}
             else:
                 ids = torch.full((batch,), offset, dtype=torch.int64, device=device)
-                place = {"stream": _STREAM_DRAFT, "position": context.position, "ids": ids}
+                place = {"stream": STREAM_DRAFT, "position": context.position, "ids": ids}
             drawn = sample(logits, params, **place, target_to_draft=self.target_to_draft, return_nucleus=keep_q)
             tokens.append(drawn.tokens)
             if q is not None:
@@ -108,15 +111,19 @@ class DraftModelDrafter(Drafter):
             if offset + 1 < longest:
                 logits = self._forward(drawn.tokens.to(torch.int64)[:, None], [1] * batch)
         self._committed = [len(t) for t in context.tokens]
-        return self._gather(context.budgets, longest, tokens, q, nuclei, params)
+        return self._gather(context.budgets, rows, tokens, q, nuclei, params)
 
-    def _gather(self, counts, longest, tokens, q, nuclei, params) -> DraftBatch:
+    def _rows(self, counts: list[int], longest: int) -> Tensor | None:
+        """Each request's own drafts among [B * longest] proposals, int64 [D]; None for all of them."""
+        if all(n == longest for n in counts):
+            return None
+        index = [b * longest + i for b, n in enumerate(counts) for i in range(n)]
+        return torch.tensor(index, dtype=torch.int64, device=self.forward.device)
+
+    def _gather(self, counts, rows, tokens, q, nuclei, params) -> DraftBatch:
         """Cuts [B, longest] proposals to each request's own number and flattens them."""
         tokens = torch.stack(tokens, 1).flatten()
-        rows = None
-        if any(n != longest for n in counts):
-            index = [b * longest + i for b, n in enumerate(counts) for i in range(n)]
-            rows = torch.tensor(index, dtype=torch.int64, device=tokens.device)
+        if rows is not None:
             tokens = tokens[rows]
         nucleus = None
         if q is not None:
@@ -138,8 +145,12 @@ class DraftModelDrafter(Drafter):
         return self._forward(feed, [len(m) for m in missing])
 
     def _forward(self, feed: Tensor, counts: list[int]) -> Tensor:
+        feed = feed.clamp(max=self._last_id)
+        ahead = None
+        if len(set(counts)) > 1:
+            ahead = torch.tensor(counts, dtype=torch.int64, device=feed.device)
         logits = self.forward(feed, counts, self._cache, last_only=True).logits
-        self._cache.advance(counts)
+        self._cache.advance(counts, ahead)
         self.calls += 1
         return logits[:, : self._columns]
 

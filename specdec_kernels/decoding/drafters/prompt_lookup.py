@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specdec_kernels import SamplingTensors
-
+from ... import SamplingTensors
 from .base import DraftBatch, DraftContext, Drafter, StepOutcome
 
 _CANDIDATES = 8  # most recent places remembered per n-gram
