@@ -99,3 +99,9 @@ def test_ragged_from_padded_clamps_and_refuses():
         sk.ragged_from_padded(torch.zeros(2))
     with pytest.raises(ValueError, match=r"num_draft must be int32 or int64 \[B=2\]"):
         sk.ragged_from_padded(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+
+
+def test_ragged_rows_of_a_slot_table():
+    drafts = torch.tensor([[5, 6, -1], [7, 8, 9]])
+    ragged = sk.ragged_from_padded(drafts, slots=torch.tensor([4, 1]))
+    assert ragged.draft_rows.tolist() == [12, 13, 3, 4, 5, 0]
