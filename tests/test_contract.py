@@ -29,8 +29,9 @@ def op_arguments(name: str, full: bool) -> tuple:
     opt = lambda t: t if full else None  # noqa: E731
     filters = (p.temperature, p.top_p, p.top_k, p.min_p)
     slots = opt(torch.tensor([2, 0, 1], dtype=torch.int32))
-    f32 = lambda *shape: torch.zeros(shape)  # noqa: E731
-    i32 = lambda *shape: torch.zeros(shape, dtype=torch.int32)  # noqa: E731
+    # Outputs start as what no op leaves there: opcheck sees an undeclared write by a changed value only.
+    f32 = lambda *shape: torch.full(shape, 0.12345)  # noqa: E731
+    i32 = lambda *shape: torch.full(shape, 12345, dtype=torch.int32)  # noqa: E731
     logits = make_rows("normal", N, 40, torch.bfloat16 if full else torch.float32)
     rows = opt(torch.tensor([0, 1, 2]))
     if name == "nucleus":
