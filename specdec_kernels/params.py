@@ -127,12 +127,12 @@ class SamplingTensors:
                     raise ValueError(f"SamplingTensors: {name} must be a number, got {v}")
                 if dtype == torch.int32 and v not in (math.inf, -math.inf) and v != int(v):
                     raise ValueError(f"SamplingTensors: {name} must be an integer, got {v}")
-            if tensor is None or dtype == torch.int32:
-                if dtype == torch.int32 and values:
-                    values = [int(min(max(v, -1), 2**31 - 1)) for v in values]
-                    tensor = torch.tensor(values, dtype=dtype).expand(size).contiguous()
-                elif tensor is None:
-                    tensor = torch.tensor(values, dtype=dtype)
+            if dtype == torch.int32 and values:
+                # Clamped as Python numbers: a cast would wrap 2^32 + 5 to 5.
+                values = [int(min(max(v, -1), 2**31 - 1)) for v in values]
+                tensor = torch.tensor(values, dtype=dtype).expand(size).contiguous()
+            elif tensor is None:
+                tensor = torch.tensor(values, dtype=dtype)
             return tensor.to(device)
 
         if seed is None:
