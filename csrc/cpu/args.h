@@ -104,9 +104,12 @@ struct Kernels {
   void (*nucleus)(const RowOpArgs&, int64_t row);
   void (*filter_probs)(const RowOpArgs&, int64_t row);
   void (*sample)(const RowOpArgs&, int64_t row);
-  // Whole requests one after another, leaving at the first rejection; or rows in parallel, then requests. Same results.
+  // Whole requests one after another, leaving at the first rejection; or the two sides of each row in parallel, then
+  // the row's decision, then requests. Same results.
   void (*verify_request)(const VerifyChainArgs&, int64_t b);
-  bool (*verify_row)(const VerifyChainArgs&, int64_t b, int64_t i, RowDecision& decision);
+  void (*look_at_target)(const VerifyChainArgs&, int64_t b, int64_t i, RowDecision& decision);
+  void (*look_at_draft)(const VerifyChainArgs&, int64_t b, int64_t i, RowDecision& decision);
+  bool (*decide_row)(const VerifyChainArgs&, int64_t b, int64_t i, RowDecision& decision);
   void (*verify_finish)(const VerifyChainArgs&, int64_t b, const RowDecision* decisions);
 };
 

@@ -6,8 +6,9 @@
 namespace specdec {
 
 struct RowDecision {
-  float p[3], q[3];  // Nucleus of the target row and of the draft row
+  float p[3] = {}, q[3] = {};  // Nucleus of the target row and of the draft row
   int32_t status = 0;
+  bool q_known = false, q_usable = false;
   bool accepted = false;
   bool from_residual = false;  // a rejected row that emits from max(0, p - q) rather than from p
   int64_t token = -1;          // what a rejected row emits, where deciding has already found it

@@ -51,7 +51,7 @@ struct Arena {
   }
 };
 
-constexpr int64_t kTileTokens = 4096, kPad = 16;
+constexpr int64_t kPad = 16;
 // Below this many elements a second thread costs more than it saves.
 constexpr int64_t kWorthAThread = 16384;
 
@@ -72,14 +72,15 @@ Scratch& thread_scratch(int64_t vocab) {
   thread_local Scratch scratch;
   thread_local int64_t capacity = 0;
   if (vocab > capacity) {
-    const int64_t tiles = (vocab + kTileTokens - 1) / kTileTokens, row = (vocab + 2 * kPad) / kPad * kPad;
+    const int64_t tiles = (vocab + kTile - 1) / kTile, row = (vocab + 2 * kPad) / kPad * kPad;
     const int64_t lanes = tiles * 16, per_tile = (tiles + kPad) / kPad * kPad;
     // Candidate arrays also hold the lane maxima, which a small vocabulary has more of than tokens.
     const int64_t candidates = row > lanes + kPad ? row : lanes + kPad;
-    float* p = arena.reserve(lanes + 2 * per_tile + 4 * candidates);
+    float* p = arena.reserve(lanes + 3 * per_tile + 4 * candidates);
     scratch.lane_max = p;
     scratch.tile_max = p += lanes;
     scratch.tile_sum = p += per_tile;
+    scratch.tile_above = p += per_tile;
     scratch.values = p += per_tile;
     scratch.weights = p += candidates;
     scratch.work_values = p += candidates;

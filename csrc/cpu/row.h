@@ -7,24 +7,27 @@
 #pragma once
 
 #include "core/nucleus.h"
+#include "cpu/bracket.h"
 #include "cpu/lanes.h"
 #include "cpu/scratch.h"
 #include "cpu/threshold.h"
 
 namespace specdec::SPECDEC_ISA {
 
-constexpr int64_t kTile = 4096;
 constexpr float kLeastFinite = -3.4028234663852886e38f;
 
 struct RowStats {
   float row_max;
   double mass;  // sum of exp((z - row_max) / T); the number of +inf where row_max is +inf; 0 for an empty row
   bool nan_seen;
-  bool kept;  // scratch.work_weights holds every token's weight relative to its tile's maximum
+  // Of a row that was scanned with a bracket: how many values lie in it, collected in scratch.values, and the mass of
+  // those above it. -1: there was none.
+  int64_t inside;
+  double above;
 };
 
-// A row whose first tile weighs this many times its maximum is flat: many tokens will be in its nucleus, and keeping
-// their weights is cheaper than taking the exponentials again.
+// A row whose first tile weighs this many times its maximum is flat: many tokens will be in its nucleus, and the scan
+// looks for its threshold on the way.
 constexpr float kFlat = 32.0f;
 
 // Maximum of a tile lane by lane (each lane's is the maximum of every 16th token), and whether a NaN was seen.
@@ -50,42 +53,48 @@ SPECDEC_HD LanesF tile_max(const T* z, int64_t n, LanesM& nan) {
   return larger(larger(m0, m1), larger(m2, m3));
 }
 
-// Sum of 2^((z - reference) * scale) over a tile; `ahead` is fetched meanwhile, a line for each line read. With `kKeep`
-// the terms go to `kept` as well, in the order that load_two gives them.
-template <bool kKeep, class T>
-SPECDEC_HD float tile_sum(const T* z, int64_t n, float reference, float scale, const T* ahead, float* kept) {
-  const LanesF r(reference), c(scale);
-  LanesF s0(0.0f), s1(0.0f);
+// Sum of 2^((z - reference) * scale) over a tile; `ahead` is fetched meanwhile, a line for each line read. With
+// `kBracket` the terms of values from at.high up are also summed into `above`, and the values in [at.low, at.high) go
+// to out[found..).
+template <bool kBracket, class T>
+SPECDEC_HD float tile_sum(const T* z, int64_t n, float reference, float scale, const T* ahead, const Bracket& at,
+                          float& above, float* out, int64_t& found) {
+  int64_t count = found;  // the reference would be stored each time
+  const LanesF r(reference), c(scale), from(at.low), to(at.high), zero(0.0f);
+  LanesF s0(0.0f), s1(0.0f), a0(0.0f), a1(0.0f);
+  const auto take = [&](const LanesF& a, LanesF& sum, LanesF& high_sum) {
+    const LanesF w = exp2_floor((a - r) * c);
+    sum = sum + w;
+    if (!kBracket) return;
+    const LanesM over = a >= to;
+    high_sum = high_sum + select(over, w, zero);
+    const uint32_t hit = bits(a >= from) & ~bits(over);
+    // Hits are common and unpredictable; where packing lanes is one instruction, that beats a branch.
+    if (kParts > 1 && !hit) return;
+    compress(out + count, a, hit);
+    count += __builtin_popcount(hit);
+  };
   int64_t i = 0;
   for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
     __builtin_prefetch(ahead + i);
     __builtin_prefetch(ahead + i + kLanes);
     LanesF a, b;
     load_two(z + i, a, b);
-    a = exp2_floor((a - r) * c);
-    b = exp2_floor((b - r) * c);
-    s0 = s0 + a;
-    s1 = s1 + b;
-    if (kKeep) {
-      store(kept + i, a);
-      store(kept + i + kLanes, b);
-    }
+    take(a, s0, a0);
+    take(b, s1, a1);
   }
-  for (; i < n; i += kLanes) {
-    LanesF a = i + kLanes <= n ? load(z + i) : load_partial(z + i, n - i, -kInf);
-    a = exp2_floor((a - r) * c);
-    s0 = s0 + a;
-    if (kKeep) store(kept + i, a);
-  }
+  for (; i < n; i += kLanes) take(i + kLanes <= n ? load(z + i) : load_partial(z + i, n - i, -kInf), s0, a0);
+  if (kBracket) above = horizontal_sum(a0 + a1), found = count;
   return horizontal_sum(s0 + s1);
 }
 
-// Fills scratch.lane_max, tile_max and tile_sum.
+// Fills scratch.lane_max, tile_max and tile_sum. top_p < 1 asks for a bracket of its threshold where the row is flat.
 template <class T>
-SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_mass, Scratch& scratch) {
+SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_mass, float top_p, Scratch& scratch) {
   const int64_t tiles = (vocab + kTile - 1) / kTile;
   LanesM nan{};
-  RowStats stats{-kInf, 0.0, false, false};
+  RowStats stats{-kInf, 0.0, false, -1, 0.0};
+  Bracket at{-kInf, kInf, false};
   for (int64_t t = 0; t < tiles; ++t) {
     const T* tile = z + t * kTile;
     const int64_t n = vocab - t * kTile < kTile ? vocab - t * kTile : kTile;
@@ -95,24 +104,30 @@ SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_m
     scratch.tile_max[t] = m;
     stats.row_max = m > stats.row_max ? m : stats.row_max;
     if (!with_mass) continue;
+    float& sum = scratch.tile_sum[t];
+    float& above = scratch.tile_above[t];
+    above = 0.0f;
     if (m == -kInf) {
-      scratch.tile_sum[t] = 0.0f;
+      sum = 0.0f;
     } else if (m == kInf) {
-      float count = 0.0f;
-      for (int64_t i = 0; i < n; ++i) count += load_one(tile + i) == kInf ? 1.0f : 0.0f;
-      scratch.tile_sum[t] = count;
+      sum = 0.0f;
+      for (int64_t i = 0; i < n; ++i) sum += load_one(tile + i) == kInf ? 1.0f : 0.0f;
     } else {
-      float* kept = scratch.work_weights + t * kTile;
-      scratch.tile_sum[t] = t == 0 || stats.kept ? tile_sum<true>(tile, n, m, scale, tile + kTile, kept)
-                                                 : tile_sum<false>(tile, n, m, scale, tile + kTile, kept);
+      if (!at.useful) sum = tile_sum<false>(tile, n, m, scale, tile + kTile, at, above, nullptr, stats.inside);
+      if (t == 0 && top_p < 1.0f && sum > kFlat) {
+        at = guess_bracket(z, vocab, scale, top_p);
+        if (at.useful) stats.inside = 0;
+      }
+      if (at.useful) sum = tile_sum<true>(tile, n, m, scale, tile + kTile, at, above, scratch.values, stats.inside);
     }
-    if (t == 0) stats.kept = m < kInf && scratch.tile_sum[0] > kFlat;
   }
   stats.nan_seen = any(nan);
   for (int64_t t = 0; with_mass && t < tiles; ++t) {
     const float m = scratch.tile_max[t];
     if (m == -kInf || (stats.row_max == kInf && m < kInf)) continue;
-    stats.mass += static_cast<double>(scratch.tile_sum[t]) * exp2_neg(scaled(m, stats.row_max, scale));
+    const double unit = exp2_neg(scaled(m, stats.row_max, scale));
+    stats.mass += static_cast<double>(scratch.tile_sum[t]) * unit;
+    stats.above += static_cast<double>(scratch.tile_above[t]) * unit;
   }
   return stats;
 }
@@ -165,41 +180,6 @@ SPECDEC_HD int64_t collect(const T* z, int64_t vocab, float low, float high, flo
   return count;
 }
 
-template <class T>
-SPECDEC_HD int64_t collect_flat(const T* z, int64_t vocab, float low, float high, float row_max, float scale,
-                                Scratch& scratch, double& above) {
-  const int64_t tiles = (vocab + kTile - 1) / kTile;
-  const LanesF from(low), to(high), zero(0.0f);
-  int64_t count = 0;
-  above = 0.0;
-  for (int64_t t = 0; t < tiles; ++t) {
-    if (!(scratch.tile_max[t] >= low)) continue;
-    const T* tile = z + t * kTile;
-    const float* kept = scratch.work_weights + t * kTile;
-    const int64_t n = vocab - t * kTile < kTile ? vocab - t * kTile : kTile;
-    LanesF s0(0.0f), s1(0.0f);
-    const auto take = [&](const LanesF& a, const float* weights, LanesF& sum) {
-      const LanesM over = a >= to;
-      const uint32_t hit = bits(a >= from) & ~bits(over);
-      sum = sum + select(over, load(weights), zero);
-      compress(scratch.values + count, a, hit);
-      count += __builtin_popcount(hit);
-    };
-    int64_t i = 0;
-    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-      LanesF a, b;
-      load_two(tile + i, a, b);
-      take(a, kept + i, s0);
-      take(b, kept + i + kLanes, s1);
-    }
-    for (; i < n; i += kLanes)
-      take(i + kLanes <= n ? load(tile + i) : load_partial(tile + i, n - i, -kInf), kept + i, s0);
-    above += static_cast<double>(horizontal_sum(s0 + s1)) * exp2_neg(scaled(scratch.tile_max[t], row_max, scale));
-  }
-  weigh(scratch.values, scratch.weights, count, row_max, scale);
-  return count;
-}
-
 struct Low {
   float value;
   bool certain;
@@ -243,65 +223,6 @@ SPECDEC_HD float low_for_mass(int64_t tiles, int64_t vocab, double goal, double 
   return held > low ? held : low;
 }
 
-struct Bracket {
-  float low, high;
-  bool useful;
-};
-
-// Where the threshold of top-p probably lies, from every n-th bundle of the row: worth it where many values are above
-// `low`, the bound that is certain. What is estimated is the mass below the threshold (`left`), which many small values
-// make up; the bracket is a few standard deviations wide, and the caller checks what it contains.
-template <class T>
-SPECDEC_HD Bracket estimate_bracket(const T* z, int64_t vocab, float low, float row_max, float scale, double left) {
-  constexpr int64_t kMany = 2048;
-  const int64_t bundles = vocab / kLanes, sampled = bundles / 16 < 256 ? bundles / 16 : 256;
-  const int64_t stride = sampled > 0 ? bundles / sampled : 0;
-  if (stride < 2) return {low, kInf, false};
-  const float range = row_max - low;
-  if (!(range > 1e-30f && range < 1e38f)) return {low, kInf, false};
-  const LanesF from(low), m(row_max), c(scale), zero(0.0f), step(static_cast<float>(kBuckets) / range);
-  int64_t inside = 0;
-  for (int64_t i = 0; i < bundles; i += stride) inside += __builtin_popcount(bits(load(z + i * kLanes) >= from));
-  if (inside * stride < kMany) return {low, kInf, false};
-
-  LanesF below(0.0f), below2(0.0f);
-  float mass[kBuckets] = {}, square[kBuckets] = {};
-  for (int64_t i = 0; i < bundles; i += stride) {
-    const LanesF a = load(z + i * kLanes), w = exp2_floor((a - m) * c);
-    const LanesM in = a >= from;
-    const LanesF tail = select(in, zero, w);
-    below = below + tail;
-    below2 = below2 + tail * tail;
-    uint32_t hit = bits(in);
-    if (!hit) continue;
-    int32_t index[kLanes];
-    float x[kLanes];
-    store(index, to_int(larger((a - from) * step, zero)));
-    store(x, w);
-    for (; hit; hit &= hit - 1) {
-      const int l = __builtin_ctz(hit);
-      const int b = index[l] < kBuckets ? index[l] : kBuckets - 1;
-      mass[b] += x[l];
-      square[b] += x[l] * x[l];
-    }
-  }
-  const double f = static_cast<double>(stride);
-  double sum = horizontal_sum(below), sum2 = horizontal_sum(below2);
-  Bracket bracket{low, kInf, true};
-  for (int b = 0; b < kBuckets; ++b) {
-    const double edge_sum = f * sum, deviation = 2.5 * f * __builtin_sqrt(sum2);
-    const float edge = low + static_cast<float>(b) * (range / kBuckets);
-    if (edge_sum + deviation <= left) bracket.low = edge;
-    if (edge_sum - deviation > left) {
-      bracket.high = edge;
-      break;
-    }
-    sum += mass[b];
-    sum2 += square[b];
-  }
-  return bracket;
-}
-
 // Where the min-p condition p(x) >= min_p * max p begins, a little below it.
 SPECDEC_HD float low_for_min_p(float log2_min_p, float row_max, float scale) {
   const float offset = log2_min_p / scale;
@@ -322,7 +243,11 @@ SPECDEC_HD float min_p_cutoff(const Scratch& scratch, int64_t n, float log2_min_
 // Nucleus of one row; `status` gets kEmptyRow and kNanSeen.
 template <class T>
 Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t order, Scratch& scratch, int32_t& status) {
-  const RowStats stats = scan_row(z, vocab, filter.scale, !filter.greedy, scratch);
+  const bool has_k = filter.top_k > 0 && filter.top_k < vocab;
+  const bool has_p = filter.top_p < 1.0f;
+  const bool has_m = filter.min_p > 0.0f;
+  const bool p_alone = has_p && !has_k && !has_m;
+  const RowStats stats = scan_row(z, vocab, filter.scale, !filter.greedy, p_alone ? filter.top_p : 1.0f, scratch);
   if (stats.nan_seen) status |= kNanSeen;
   const float row_max = stats.row_max;
   if (row_max == -kInf) {
@@ -331,14 +256,26 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
   }
   if (filter.greedy) return {row_max, row_max, 0.0f};
 
-  const bool has_k = filter.top_k > 0 && filter.top_k < vocab;
-  const bool has_p = filter.top_p < 1.0f;
-  const bool has_m = filter.min_p > 0.0f;
   const bool filtered = has_k || has_p || has_m;
   if (!filtered || row_max == kInf) return {filtered ? kInf : -kInf, row_max, log_pos(static_cast<float>(stats.mass))};
 
   const int64_t tiles = (vocab + kTile - 1) / kTile;
   const float scale = filter.scale;
+  const double goal = filter.top_p * stats.mass;  // of top-p alone
+  // The cutoff where it is among the n candidates, and `above`, the mass of larger values, does not reach the goal yet.
+  const auto in_bracket = [&](int64_t n, double above, Nucleus& found) {
+    if (!(above < goal)) return false;
+    copy_candidates(scratch, n, /*unit_weights=*/false);
+    const float cutoff = find_threshold_of_copy(scratch, n, goal, above).value;
+    if (cutoff == -kInf) return false;
+    found = {cutoff, row_max, log_pos(static_cast<float>(above + mass_from(scratch, n, cutoff)))};
+    return true;
+  };
+  Nucleus found;
+  if (stats.inside >= 0) {
+    weigh(scratch.values, scratch.weights, stats.inside, row_max, scale);
+    if (in_bracket(stats.inside, stats.above, found)) return found;
+  }
   const float log2_min_p = has_m ? log_pos(filter.min_p) * kLog2e : 0.0f;
   // Which filters shrink the distribution that top-p looks at.
   const bool k_first = has_k && order != kOrderJoint;
@@ -356,18 +293,11 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
     low = p > low ? p : low;
   }
   double above = 0.0;
-  if (has_p && !has_k && !has_m) {
-    const double goal = filter.top_p * stats.mass;
+  if (p_alone) {
     const Bracket at = estimate_bracket(z, vocab, low, row_max, scale, stats.mass - goal);
     if (at.useful) {
-      const int64_t n = stats.kept ? collect_flat(z, vocab, at.low, at.high, row_max, scale, scratch, above)
-                                   : collect<true>(z, vocab, at.low, at.high, row_max, scale, scratch, above);
-      if (above < goal) {
-        copy_candidates(scratch, n, /*unit_weights=*/false);
-        const float cutoff = find_threshold_of_copy(scratch, n, goal, above).value;
-        if (cutoff > -kInf)
-          return {cutoff, row_max, log_pos(static_cast<float>(above + mass_from(scratch, n, cutoff)))};
-      }
+      const int64_t n = collect<true>(z, vocab, at.low, at.high, row_max, scale, scratch, above);
+      if (in_bracket(n, above, found)) return found;
     }
   }
   int64_t n = collect<false>(z, vocab, low, kInf, row_max, scale, scratch, above);

@@ -5,10 +5,13 @@
 
 namespace specdec {
 
+constexpr int64_t kTile = 4096;  // tokens
+
 struct Scratch {
   float* lane_max;      // [tiles, 16] maximum of each lane of a tile
   float* tile_max;      // [tiles]
   float* tile_sum;      // [tiles]
+  float* tile_above;    // [tiles] the part of tile_sum that is above the bracket, if there is one
   float* values;        // [V + 16] candidates of the nucleus
   float* weights;       // [V + 16] their exp((z - row_max) / T)
   float* work_values;   // [V + 16]

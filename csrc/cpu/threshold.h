@@ -108,19 +108,13 @@ inline Threshold find_threshold(float* v, float* w, int64_t n, double goal, doub
     certain = true;
     above = sum;
     int64_t kept = 0;
-    for (int64_t i = 0; i < n; i += kLanes) {
-      const LanesI b = bucket_of(i);
-      int32_t index[kLanes];
-      store(index, b);
-      float x[kLanes], y[kLanes];
-      std::memcpy(x, v + i, sizeof x);
-      std::memcpy(y, w + i, sizeof y);
+    for (int64_t i = 0; i < n; i += kLanes) {  // never writes past what it has read
       const int64_t m = n - i < kLanes ? n - i : kLanes;
-      for (int64_t l = 0; l < m; ++l) {
-        v[kept] = x[l];
-        w[kept] = y[l];
-        kept += index[l] == hit;
-      }
+      const uint32_t in_hit = bits(bucket_of(i) == LanesI(hit)) & ((1u << m) - 1);
+      const LanesF x = load(v + i), y = load(w + i);
+      compress(v + kept, x, in_hit);
+      compress(w + kept, y, in_hit);
+      kept += __builtin_popcount(in_hit);
     }
     n = kept;
   }

@@ -8,20 +8,31 @@
 namespace specdec {
 namespace {
 
-// Few requests on many threads: rows are decided in parallel, first rows first, and a row after a known rejection is
-// skipped.
+// Few requests on many threads: the target rows and the draft rows are looked at in parallel, first rows first; who
+// finishes a row's second side decides it, and a row after a known rejection is skipped.
 void verify_by_rows(const VerifyChainArgs& a) {
   const int64_t width = a.max_draft + 1;
+  const bool scans_q = a.draft && !a.draft_is_probs && !a.draft_nucleus && a.rule == kRuleToken;
+  const int64_t sides = scans_q ? 2 : 1, items = a.batch * width * sides;
   std::vector<RowDecision> decisions(a.batch * width);
-  std::vector<std::atomic<int64_t>> end(a.batch);  // rows from here on are not needed
+  std::vector<std::atomic<int64_t>> done(a.batch * width);  // sides of each row that have been looked at
+  std::vector<std::atomic<int64_t>> end(a.batch);           // rows from here on are not needed
   for (int64_t b = 0; b < a.batch; ++b) {
     const int64_t count = chain_of(a, b).count;
     end[b] = count < 0 ? 0 : count + (a.emit_bonus ? 1 : 0);
   }
-  parallel_for_each(a.batch * width, a.batch * width * a.target.width, [&](int64_t item) {
-    const int64_t i = item / a.batch, b = item % a.batch;
+  parallel_for_each(items, items * a.target.width, [&](int64_t item) {
+    const bool draft = item % sides != 0;
+    const int64_t i = item / sides / a.batch, b = item / sides % a.batch;
     if (i >= end[b].load(std::memory_order_relaxed)) return;
-    if (kernels().verify_row(a, b, i, decisions[b * width + i])) return;
+    RowDecision& row = decisions[b * width + i];
+    if (!draft) {
+      kernels().look_at_target(a, b, i, row);
+    } else if (i < chain_of(a, b).count) {
+      kernels().look_at_draft(a, b, i, row);
+    }
+    if (done[b * width + i].fetch_add(1, std::memory_order_acq_rel) + 1 < sides) return;
+    if (kernels().decide_row(a, b, i, row)) return;
     int64_t seen = end[b].load(std::memory_order_relaxed);
     while (i + 1 < seen && !end[b].compare_exchange_weak(seen, i + 1, std::memory_order_relaxed)) {
     }

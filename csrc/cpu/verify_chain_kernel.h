@@ -48,27 +48,32 @@ inline Dist draft_dist(const VerifyChainArgs& a, int64_t b, int64_t j, const Nuc
   return q;
 }
 
-struct Usable {
-  Nucleus nucleus;
-  bool ok;
-};
-
-// Nucleus of draft j's row, computed or as saved, and whether the row can be used at all.
-inline Usable draft_nucleus(const VerifyChainArgs& a, int64_t b, int64_t j) {
-  if (!a.draft) return {empty_nucleus(), true};
-  if (draft_row(a, j) < 0) return {empty_nucleus(), false};
-  if (a.draft_is_probs) return {empty_nucleus(), true};
+// Nucleus of draft i's row, computed or as saved, and whether the row can be used at all.
+inline void look_at_draft(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecision& d) {
+  d.q_known = d.q_usable = true;
+  if (!a.draft) return;
+  const int64_t j = chain_of(a, b).start + i, row = draft_row(a, j);
+  d.q_usable = row >= 0;
+  if (!d.q_usable || a.draft_is_probs) return;
   const Filter filter = filter_of(a.draft_params, b);
-  if (filter.greedy) return {empty_nucleus(), true};
-  if (a.draft_nucleus && j >= a.draft_nucleus.size) return {empty_nucleus(), false};
+  if (filter.greedy) return;
+  Nucleus n = empty_nucleus();
   if (a.draft_nucleus) {
-    const Nucleus n = {a.draft_nucleus.cutoff[j], a.draft_nucleus.row_max[j], a.draft_nucleus.log_mass[j]};
-    const bool finite = n.log_mass - n.log_mass == 0.0f;
-    return {n, n.cutoff == n.cutoff && n.row_max > -kInf && finite};
+    d.q_usable = j < a.draft_nucleus.size;
+    if (!d.q_usable) return;
+    n = {a.draft_nucleus.cutoff[j], a.draft_nucleus.row_max[j], a.draft_nucleus.log_mass[j]};
+    d.q_usable = n.cutoff == n.cutoff && n.row_max > -kInf && n.log_mass - n.log_mass == 0.0f;
+  } else {
+    int32_t status = 0;
+    n = row_nucleus(a.draft, row, filter, a.filter_order, status);
+    d.q_usable = status == 0;
   }
-  int32_t status = 0;
-  const Nucleus n = row_nucleus(a.draft, draft_row(a, j), filter, a.filter_order, status);
-  return {n, status == 0};
+  pack(d.q, n);
+}
+
+inline void look_at_target(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecision& d) {
+  if (a.target_is_probs) return;
+  pack(d.p, row_nucleus(a.target, chain_of(a, b).start + b + i, filter_of(a.params, b), a.filter_order, d.status));
 }
 
 inline NoiseKey sample_key(const VerifyChainArgs& a, int64_t b, int64_t i) {
@@ -85,7 +90,7 @@ inline int64_t row_token(const VerifyChainArgs& a, int64_t b, const Chain& chain
   const Dist p = target_dist(a, row, filter, unpack(d.p));
   if (a.target_is_probs) {
     const auto* z = static_cast<const float*>(a.target.data) + row * a.target.stride;
-    const RowStats stats = scan_row(z, vocab, 0.0f, /*with_mass=*/false, thread_scratch(vocab));
+    const RowStats stats = scan_row(z, vocab, 0.0f, /*with_mass=*/false, /*top_p=*/1.0f, thread_scratch(vocab));
     if (stats.nan_seen) status |= kNanSeen;
     if (!(stats.row_max > 0.0f)) status |= kEmptyRow;
   }
@@ -103,15 +108,12 @@ inline int64_t row_token(const VerifyChainArgs& a, int64_t b, const Chain& chain
   return winner.token;
 }
 
-// Decides draft i (or, at i = d, just looks at the bonus row). Returns whether the chain goes on.
-inline bool verify_row(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecision& d) {
+// Decides draft i (or, at i = d, just looks at the bonus row), whose target row has been looked at; its draft row is
+// where that is needed. Returns whether the chain goes on.
+inline bool decide_row(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecision& d) {
   const Chain chain = chain_of(a, b);
   const Filter filter = filter_of(a.params, b);
   const int64_t row = chain.start + b + i, j = chain.start + i, vocab = a.target.width;
-  d = RowDecision{};
-  Nucleus nucleus = {0.0f, 0.0f, 0.0f};
-  if (!a.target_is_probs) nucleus = row_nucleus(a.target, row, filter, a.filter_order, d.status);
-  pack(d.p, nucleus);
   if (i == chain.count || (d.status & kEmptyRow)) return false;
 
   const int64_t x = a.draft_tokens[j];
@@ -119,6 +121,7 @@ inline bool verify_row(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecisi
     d.status |= kPlaceholder;
     return false;
   }
+  const Nucleus nucleus = unpack(d.p);
   const Dist p = target_dist(a, row, filter, nucleus);
   if (filter.greedy && !a.target_is_probs) {
     d.token = first_equal(p.source, vocab, nucleus.row_max);
@@ -134,13 +137,12 @@ inline bool verify_row(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecisi
     if (found) d.token = token;
     return d.accepted;
   }
-  const Usable usable = draft_nucleus(a, b, j);
-  pack(d.q, usable.nucleus);
-  if (!usable.ok) {
+  if (!d.q_known) look_at_draft(a, b, i, d);
+  if (!d.q_usable) {
     d.status |= kBadQRow;
     return false;
   }
-  const float q_x = draft_dist(a, b, j, usable.nucleus).prob(x), p_x = p.prob(x);
+  const float q_x = draft_dist(a, b, j, unpack(d.q)).prob(x), p_x = p.prob(x);
   if (!(q_x - q_x == 0.0f)) {
     d.status |= kBadQRow;
     return false;
@@ -200,7 +202,9 @@ inline void verify_request(const VerifyChainArgs& a, int64_t b) {
   RowDecision* decisions = decision_scratch(chain.count + 1);
   for (int64_t i = 0; i <= chain.count; ++i) {
     if (i == chain.count && !a.emit_bonus) break;
-    if (!verify_row(a, b, i, decisions[i])) break;
+    decisions[i] = RowDecision{};
+    look_at_target(a, b, i, decisions[i]);
+    if (!decide_row(a, b, i, decisions[i])) break;
   }
   verify_finish(a, b, decisions);
 }
