@@ -132,51 +132,52 @@ SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_m
   return stats;
 }
 
-// Sum of the weights of v[0..n).
-SPECDEC_HD float weight_of(const float* v, int64_t n, const LanesF& row_max, const LanesF& scale) {
-  LanesF sum(0.0f);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) sum = sum + exp2_floor((load(v + i) - row_max) * scale);
-  if (i < n) sum = sum + exp2_floor((load_partial(v + i, n - i, -kInf) - row_max) * scale);
-  return horizontal_sum(sum);
-}
-
-// The row's finite values in [low, high) to scratch.values, with their weights; returns how many. Weights of the values
-// from `high` up are summed into `above`, packed first, so that no exponential is taken for a value that does not
-// count.
-template <bool kBracket, class T>
-SPECDEC_HD int64_t collect(const T* z, int64_t vocab, float low, float high, float row_max, float scale,
-                           Scratch& scratch, double& above) {
+// The row's finite values from `low` up to scratch.values; returns how many. `kMany`: hits are common and
+// unpredictable; where packing lanes is one instruction, that beats a branch.
+template <bool kMany, class T>
+SPECDEC_HD int64_t collect(const T* z, int64_t vocab, float low, Scratch& scratch) {
   const int64_t tiles = (vocab + kTile - 1) / kTile;
   const float floor = low > kLeastFinite ? low : kLeastFinite;
-  const LanesF from(floor), to(high), m(row_max), c(scale);
-  // In a bracketed row hits are common and unpredictable; where packing lanes is one instruction, that beats a branch.
-  constexpr bool kBranch = !kBracket || kParts > 1;
+  const LanesF from(floor);
+  float* const out = scratch.values;
   int64_t count = 0;
-  above = 0.0;
   for (int64_t t = 0; t < tiles; ++t) {
     if (!(scratch.tile_max[t] >= floor)) continue;
     const T* tile = z + t * kTile;
     const int64_t n = vocab - t * kTile < kTile ? vocab - t * kTile : kTile;
-    int64_t over = 0;
     const auto take = [&](const LanesF& a) {
-      uint32_t hit = bits(a >= from);
-      if (kBranch && !hit) return;
-      if (kBracket) {
-        const uint32_t high_hit = bits(a >= to);
-        hit &= ~high_hit;
-        compress(scratch.work_values + over, a, high_hit);
-        over += __builtin_popcount(high_hit);
-      }
-      compress(scratch.values + count, a, hit);
+      const uint32_t hit = bits(a >= from);
+      if ((!kMany || kParts > 1) && !hit) return;
+      compress(out + count, a, hit);
       count += __builtin_popcount(hit);
     };
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) take(load(tile + i));
     if (i < n) take(load_partial(tile + i, n - i, -kInf));
-    if (kBracket) above += weight_of(scratch.work_values, over, m, c);
   }
-  weigh(scratch.values, scratch.weights, count, row_max, scale);
+  return count;
+}
+
+// Of the n candidates keeps those below `high`, with their weights, in order; returns how many. The others' weights are
+// summed into `above`.
+SPECDEC_HD int64_t split_above(float high, int64_t n, float row_max, float scale, Scratch& scratch, double& above) {
+  const LanesF to(high), m(row_max), c(scale), zero(0.0f);
+  int64_t count = 0;
+  above = 0.0;
+  for (int64_t start = 0; start < n; start += kTile) {
+    const int64_t end = start + kTile < n ? start + kTile : n;
+    LanesF sum(0.0f);
+    for (int64_t i = start; i < end; i += kLanes) {  // never writes past what it has read
+      const LanesF a = i + kLanes <= end ? load(scratch.values + i) : load_partial(scratch.values + i, end - i, -kInf);
+      const LanesF w = exp2_floor((a - m) * c);
+      const uint32_t valid = end - i < kLanes ? (1u << (end - i)) - 1 : 0xffff, over = bits(a >= to);
+      sum = sum + select(a >= to, w, zero);
+      compress(scratch.values + count, a, valid & ~over);
+      compress(scratch.weights + count, w, valid & ~over);
+      count += __builtin_popcount(valid & ~over);
+    }
+    above += horizontal_sum(sum);
+  }
   return count;
 }
 
@@ -292,17 +293,18 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
     const float p = low_for_mass(tiles, vocab, filter.top_p * stats.mass, stats.mass, row_max, scale, scratch);
     low = p > low ? p : low;
   }
-  double above = 0.0;
   if (p_alone) {
     const Bracket at = estimate_bracket(z, vocab, low, row_max, scale, stats.mass - goal);
     if (at.useful) {
-      const int64_t n = collect<true>(z, vocab, at.low, at.high, row_max, scale, scratch, above);
+      double above;
+      const int64_t n =
+          split_above(at.high, collect</*kMany=*/true>(z, vocab, at.low, scratch), row_max, scale, scratch, above);
       if (in_bracket(n, above, found)) return found;
     }
   }
-  int64_t n = collect<false>(z, vocab, low, kInf, row_max, scale, scratch, above);
-  if (!k_low.certain && n < filter.top_k && low == k_low.value)
-    n = collect<false>(z, vocab, -kInf, kInf, row_max, scale, scratch, above);
+  int64_t n = collect</*kMany=*/false>(z, vocab, low, scratch);
+  if (!k_low.certain && n < filter.top_k && low == k_low.value) n = collect</*kMany=*/false>(z, vocab, -kInf, scratch);
+  weigh(scratch.values, scratch.weights, n, row_max, scale);
 
   float cutoff = -kInf;
   if (has_k) {
