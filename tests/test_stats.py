@@ -50,6 +50,22 @@ def test_costs_are_measured_not_guessed():
     assert costs.relative(1, 0) == 1.0
 
 
+def test_costs_are_compared_at_the_same_pace():
+    """Plain steps measured on a quiet machine, the others on a busy one."""
+    costs = StepCosts()
+    for _ in range(3):
+        costs.record(1, 0, 0.010)
+        costs.record(1, 5, 0.015)
+    for _ in range(20):
+        costs.record(1, 5, 0.045)
+    assert costs.relative(1, 5) == pytest.approx(1.5, rel=0.1)
+    # The kinds of step do part: plain ones are as fast as ever.
+    for _ in range(20):
+        costs.record(1, 0, 0.010)
+        costs.record(1, 5, 0.045)
+    assert costs.relative(1, 5) == pytest.approx(4.5, rel=0.02)
+
+
 def test_watch_pauses_and_retries():
     watch = AcceptanceWatch(threshold=0.5, window=4, pause=3, longest=5)
     pauses = []

@@ -55,13 +55,13 @@ class _RaggedLayer(CacheLayerMixin):
             owner.capacity = -(-end // _GROWTH) * _GROWTH
             self.grow(max(owner.capacity, self.keys.shape[2] * 3 // 2))
         if owner.uniform:
-            self.keys[:, :, owner.max_length : end] = key_states
-            self.values[:, :, owner.max_length : end] = value_states
+            self.keys.narrow(2, owner.max_length, count).copy_(key_states)
+            self.values.narrow(2, owner.max_length, count).copy_(value_states)
         else:
             row, column = owner.write_index(count)
             self.keys[row, :, column] = key_states.transpose(1, 2)
             self.values[row, :, column] = value_states.transpose(1, 2)
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.max_length + query_length, 0

@@ -198,7 +198,7 @@ class SpeculativeDecoder:
         return GenerateResult(sequences, [len(t) for t in tokens], tokens, [row.status for row in rows], stats)
 
     @torch.inference_mode()
-    def warmup(self, batch_size: int = 1, *, context: int = 64, repeats: int = 3) -> None:
+    def warmup(self, batch_size: int = 1, *, context: int = 64, repeats: int = 7) -> None:
         """Runs the forwards that decoding will run, and measures the step costs that adaptive speculation starts from.
 
         Args:
@@ -214,17 +214,18 @@ class SpeculativeDecoder:
         cache.advance([context] * batch_size)
         params = SamplingTensors.create(temperature=1.0, seed=0, batch_size=batch_size, device=ids.device)
         position = torch.full((batch_size,), context + 1, dtype=torch.int64, device=ids.device)
-        for drafts in sorted({0, 1, self.num_draft} if self.drafter is not None else {0}):
-            feed = ids[:, context : context + drafts + 1]
-            proposed = feed[:, 1:].flatten().contiguous()
-            for repeat in range(repeats + 1):
+        sizes = sorted({0, 1, self.num_draft} if self.drafter is not None else {0})
+        # In turn, so that the machine's other load meets all sizes alike; the first round pays for lazy initialisation.
+        for repeat in range(repeats + 1):
+            for drafts in sizes:
+                feed = ids[:, context : context + drafts + 1]
+                proposed = feed[:, 1:].flatten().contiguous()
                 begin = perf_counter()
                 logits = self.forward(feed, [drafts + 1] * batch_size, cache).logits
                 verify_chain(
                     logits, proposed, _offsets([drafts] * batch_size, ids.device), params, position, rule="coupled",
                     max_draft=drafts,
                 ).tokens.cpu()  # fmt: skip
-                # The first run pays for lazy initialisation.
                 if repeat:
                     self.costs.record(batch_size, drafts, perf_counter() - begin)
 

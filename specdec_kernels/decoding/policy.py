@@ -6,24 +6,35 @@ from collections import defaultdict, deque
 from statistics import median
 
 _KEEP = 9
+_PACE = 6  # even: two kinds of step in turn meet in the middle
 
 
 class StepCosts:
     """Measured seconds of a step by batch size and number of drafts, from a decoder's own steps.
 
     `target` covers the forward and the verification, `draft` the proposal. Medians of the last few measurements, so
-    one slow step says nothing and a growing context is followed.
+    one slow step says nothing and a growing context is followed. Plain steps and steps with drafts are seldom measured at
+    the same time: what slows the last few steps of every kind alike, a busy machine, is taken out before a measurement is
+    kept.
     """
 
     def __init__(self) -> None:
         self._target: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_KEEP))
         self._draft: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_KEEP))
+        # Recent steps' seconds over what was expected of them.
+        self._pace: dict[int, deque[float]] = defaultdict(lambda: deque([1.0] * _PACE, maxlen=_PACE))
 
     def record(self, batch: int, drafts: int, target_seconds: float, draft_seconds: float = 0.0) -> None:
         """One step of `batch` requests with at most `drafts` drafts each."""
-        self._target[batch, drafts].append(target_seconds)
+        if (batch, drafts) in self._target:
+            self._pace[batch].append(target_seconds / median(self._target[batch, drafts]))
+        elif (expected := self._estimate(self._target, batch, drafts)) is not None:
+            # One slow step must not put a size out of use before it has been tried again.
+            self._target[batch, drafts].extend([expected] * 2)
+        pace = median(self._pace[batch])
+        self._target[batch, drafts].append(target_seconds / pace)
         if drafts:
-            self._draft[batch, drafts].append(draft_seconds)
+            self._draft[batch, drafts].append(draft_seconds / pace)
 
     def known(self, batch: int, drafts: int) -> bool:
         return (batch, drafts) in self._target

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import SamplingTensors
-from ..decoding import Drafter, SpecDecodeStats, SpeculativeDecoder
+from ..decoding import Drafter, GenerateResult, SpecDecodeStats, SpeculativeDecoder
 
 BASELINE = "generate"
 PEER = "generate, assisted"
@@ -48,6 +48,7 @@ class Measurement:
     seconds: list[float] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     stats: list[SpecDecodeStats] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)  # ours only
 
     @property
     def rates(self) -> list[float]:
@@ -78,7 +79,7 @@ class Comparison:
         forward = self.plain.forward
         self.ours = SpeculativeDecoder(model, drafter, num_draft=num_draft, forward=forward)
         self.coupled = SpeculativeDecoder(model, drafter, num_draft=num_draft, rule="coupled", forward=forward)
-        self._runs: dict[str, Callable[[Tensor, Mode, int, int], tuple[int, SpecDecodeStats | None]]] = {
+        self._runs: dict[str, Callable[[Tensor, Mode, int, int], tuple[int, GenerateResult | None]]] = {
             BASELINE: self._generate,
             PEER: lambda *a: self._generate(*a, **self.peer),
             PLAIN: lambda *a: self._decode(self.plain, *a),
@@ -102,15 +103,16 @@ class Comparison:
         for name in METHODS:
             self._calls = 0
             begin = perf_counter()
-            count, stats = self._runs[name](prompt, mode, tokens, seed)
+            count, result = self._runs[name](prompt, mode, tokens, seed)
             seconds = perf_counter() - begin
             cell = into.setdefault(name, Measurement())
             cell.tokens.append(count)
             cell.seconds.append(seconds)
             # transformers' count includes the prefill, whose logits give a token as well.
-            cell.calls.append(stats.target_calls + 1 if stats else self._calls)
-            if stats:
-                cell.stats.append(stats)
+            cell.calls.append(result.stats.target_calls + 1 if result else self._calls)
+            if result:
+                cell.stats.append(result.stats)
+                cell.texts.append(result.tokens[0])
 
     def _generate(self, prompt, mode, tokens, seed, **kwargs):
         torch.manual_seed(seed)
@@ -121,7 +123,20 @@ class Comparison:
 
     def _decode(self, decoder, prompt, mode, tokens, seed):
         result = decoder.generate(prompt, params=mode.tensors(seed), max_new_tokens=tokens)
-        return result.lengths[0], result.stats
+        return result.lengths[0], result
+
+    def same_seed(self, prompt: Tensor, mode: Mode, tokens: int, seed: int, cells: dict[str, Measurement]) -> str:
+        """Whether a seed gives the same text with and without speculation under rule "coupled", as a sentence.
+
+        `cells`: measured rounds whose first had that seed; they answer where our decoder runs that rule anyway.
+        """
+        plain, (drafted, stats) = cells[PLAIN].texts[0], (cells[OURS].texts[0], cells[OURS].stats[0])
+        if self.ours.rule != self.coupled.rule:
+            result = self._decode(self.coupled, prompt, mode, tokens, seed)[1]
+            drafted, stats = result.tokens[0], result.stats
+        part = next((i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b), None)
+        verdict = "identical" if plain == drafted else f"part at token {part}"
+        return f"{len(plain)} tokens, {stats.accepted} of them drafted: {verdict}"
 
 
 def speedups(cells: dict[str, Measurement], method: str) -> list[float]:
