@@ -32,7 +32,7 @@ def _arguments(argv) -> argparse.Namespace:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=75,
+        default=60,
         help="time to measure for, shared by the cells; each gets at least one round",
     )
     parser.add_argument("--threads", type=int, help="torch threads")
