@@ -144,3 +144,19 @@ def test_rows_and_slots_choose_the_parameters(backend):
 def test_no_rows(backend):
     got, status = run(torch.zeros(0, 7), sk.SamplingTensors.create(batch_size=0), backend)
     assert [t.shape for t in (*got, status)] == [(0,)] * 4
+
+
+def test_flushed_denormals_change_nothing(native):
+    """torch.set_flush_denormal holds for one thread of several; a row must not depend on which of them takes it."""
+    rows = torch.arange(1, 65, dtype=torch.int32).view(torch.float32).repeat(8, 64)  # subnormal numbers
+    params = sk.SamplingTensors.create(temperature=1.0, top_k=3, batch_size=8)
+    before = sk.nucleus(rows, params, backend=native)
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this machine cannot flush denormals")
+        flushed = sk.nucleus(rows, params, backend=native)
+    finally:
+        torch.set_flush_denormal(False)
+    for got, expected in zip(flushed, before, strict=True):
+        assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+    assert before.cutoff.unique().item() > 0

@@ -3,6 +3,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 #include "cpu/args.h"
 #include "cpu/chain.h"
@@ -55,6 +58,20 @@ constexpr int64_t kPad = 16;
 // Below this many elements a second thread costs more than it saves.
 constexpr int64_t kWorthAThread = 16384;
 
+// Subnormal numbers count, whatever the calling program has set on this thread (torch.set_flush_denormal does on one,
+// but not on the others): the same bits on every thread.
+class KeepSubnormals {
+#if defined(__SSE2__)
+ public:
+  KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~kFlags); }
+  ~KeepSubnormals() { _mm_setcsr(saved_); }
+
+ private:
+  static constexpr unsigned kFlags = 0x8040;  // flush to zero, denormals are zero
+  unsigned saved_;
+#endif
+};
+
 int64_t cpu_isa() { return static_cast<int64_t>(isa()); }
 
 }  // namespace
@@ -101,11 +118,13 @@ void parallel(int64_t n, int64_t elements, void (*body)(int64_t, void*), void* c
   threads = threads < n ? threads : n;
   threads = threads < elements / kWorthAThread ? threads : elements / kWorthAThread;
   if (threads <= 1) {
+    [[maybe_unused]] const KeepSubnormals keep;
     for (int64_t i = 0; i < n; ++i) body(i, context);
     return;
   }
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    [[maybe_unused]] const KeepSubnormals keep;
     for (int64_t t = begin; t < end; ++t)
       for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(i, context);
   });
