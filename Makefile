@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 # With a compiler at hand a build that fails is an error here; without one the package runs on plain torch.
-export SPECDEC_BUILD_CPU ?= $(if $(shell command -v $${CXX:-c++}),1,auto)
+export SPECDEC_BUILD_CPU ?= $(if $(shell command -v $${CXX:-c++} || command -v g++),1,auto)
 NATIVE := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 REQUIREMENTS := torch triton transformers tokenizers safetensors accelerate gguf numpy scipy tqdm \
 	setuptools wheel ninja pytest ruff clang-format

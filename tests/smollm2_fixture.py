@@ -31,6 +31,7 @@ def chat(tokenizer, text):
 
 
 @cache
+@torch.inference_mode(False)  # kept for other tests, whatever the mode of the first that asks
 def tiny(kind, seed=0, vocab=64, attention="sdpa", scale=1.0):
     """A random model of this kind; `scale` sharpens its distributions. Mistral and Gemma3 have windows of `WINDOW`."""
     common = {

@@ -44,7 +44,19 @@ def another_norm(model):
     model.model.norm.weight.copy_(torch.randn(32))
 
 
-@pytest.mark.parametrize("change", [reverse_head, other_projection, other_storage, one_layer_less, another_norm])
+def norm_in_place(model):
+    model.model.layers[0].input_layernorm.weight.copy_(torch.randn(32))
+
+
+def other_epsilon(model):
+    model.model.norm.variance_epsilon = 30.0
+    model.model.layers[0].post_attention_layernorm.variance_epsilon = 30.0
+
+
+CHANGES = [reverse_head, other_projection, other_storage, one_layer_less, another_norm, norm_in_place, other_epsilon]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_are_seen(change):
     model = copy.deepcopy(tiny("llama"))
     decoder = SpeculativeDecoder(model, packed=True)

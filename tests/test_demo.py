@@ -109,3 +109,9 @@ def test_demo_end_to_end(draft, tmp_path, capsys):
         assert cell["methods"][compare.OURS]["stats"][0]["tokens"] == 12
     for part in ("speed-up", "tokens per target call", "streamed", "same seed with and without", "identical"):
         assert part in text
+
+
+def test_verdict_tells_texts_apart():
+    assert compare.verdict([1, 2], [1, 2]) == "identical"
+    assert compare.verdict([1, 2, 3], [1, 4, 3]) == "part at token 1"
+    assert compare.verdict([1, 2], [1, 2, 3]) == "part at token 2"

@@ -6,6 +6,7 @@ import torch
 from tests.smollm2_fixture import assert_same_text, recompute, tiny
 
 from specdec_kernels import SamplingTensors  # isort: skip
+from specdec_kernels.decoding.drafters.prompt_lookup import _Rates  # isort: skip
 from specdec_kernels.decoding import (  # isort: skip
     DraftContext,
     DraftModelDrafter,
@@ -223,6 +224,18 @@ def test_lookup_weighs_evidence_against_cost():
     long = [*range(1, 20), 40, *range(1, 16)]
     drafter = begin(PromptLookupDrafter(), [long])
     assert drafter.propose(context([long], cost=lambda d: 1 + 0.3 * d)).counts[0] >= 1
+
+
+def test_lookup_learns_from_every_judged_draft():
+    """Draft i stands behind a match that is i longer than the first one's; what is behind a rejection was not judged."""
+    rates = _Rates()
+    kinds = rates.kinds(1, 4)
+    assert kinds == [0, 1, 2, 3] and rates.kinds(13, 2) == [6, 6] and rates.kinds(0, 0) == []
+    assert rates.kinds(0, 3) == [rates.resumed, 3, 3], "a resumed copy, then as behind 4 and 5 tokens"
+    before = [rates[k] for k in kinds]
+    rates.update(kinds, 2)
+    after = [rates[k] for k in kinds]
+    assert after[0] > before[0] and after[1] > before[1] and after[2] < before[2] and after[3] == before[3]
 
 
 def test_lookup_state_follows_the_rows():

@@ -74,7 +74,7 @@ def test_top_p_of_large_rows_by_definition(kind, vocab, backend):
 @pytest.mark.parametrize("period", [2, 8, 16, 37, 64])
 def test_rows_that_mislead_a_strided_sample(period, sign, compiled):
     """Every `period`-th bundle of 16 tokens is unlike the others: an estimate from a regular sample of the row (native
-    kernels make one above 8,192 tokens) sees only those, or none of them, and its bracket is wrong. The answer must not be."""
+    kernels make some) sees only those, or none of them, and its bracket is wrong. The answer must not be."""
     vocab = 32768
     bundle = torch.arange(vocab) // 16
     rows = make_rows("flat", 2, vocab) + sign * (bundle % period == 0)
@@ -146,10 +146,12 @@ def test_no_rows(backend):
     assert [t.shape for t in (*got, status)] == [(0,)] * 4
 
 
-def test_flushed_denormals_change_nothing(native):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_flushed_denormals_change_nothing(threads, native):
     """torch.set_flush_denormal holds for one thread of several; a row must not depend on which of them takes it."""
-    rows = torch.arange(1, 65, dtype=torch.int32).view(torch.float32).repeat(8, 64)  # subnormal numbers
-    params = sk.SamplingTensors.create(temperature=1.0, top_k=3, batch_size=8)
+    torch.set_num_threads(threads)
+    rows = torch.arange(1, 65, dtype=torch.int32).view(torch.float32).repeat(16, 64)  # subnormal numbers
+    params = sk.SamplingTensors.create(temperature=1.0, top_k=3, batch_size=16)
     before = sk.nucleus(rows, params, backend=native)
     try:
         if not torch.set_flush_denormal(True):
@@ -159,4 +161,4 @@ def test_flushed_denormals_change_nothing(native):
         torch.set_flush_denormal(False)
     for got, expected in zip(flushed, before, strict=True):
         assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
-    assert before.cutoff.unique().item() > 0
+    assert (before.cutoff.view(torch.int32) == 64).all()

@@ -66,6 +66,40 @@ def test_costs_are_compared_at_the_same_pace():
     assert costs.relative(1, 5) == pytest.approx(4.5, rel=0.02)
 
 
+def test_one_slow_step_does_not_put_a_size_out_of_use():
+    costs = StepCosts()
+    for _ in range(3):
+        costs.record(1, 0, 0.010)
+        costs.record(1, 5, 0.020)
+    assert costs.relative(1, 3) == pytest.approx(1.6)
+    costs.record(1, 3, 0.160)
+    assert costs.relative(1, 3) == pytest.approx(1.6), "between its neighbours until measured again"
+    for _ in range(9):
+        costs.record(1, 0, 0.010)
+        costs.record(1, 5, 0.020)
+        costs.record(1, 3, 0.018)
+    assert costs.relative(1, 3) == pytest.approx(1.8, rel=0.02)
+
+
+def test_what_is_beyond_the_measured_sizes_is_not_held_against_a_measurement():
+    """Two noisy first points say little about a size far outside them."""
+    costs = StepCosts()
+    costs.record(1, 0, 0.010)
+    costs.record(1, 1, 0.015)
+    costs.record(1, 5, 0.012)
+    assert costs.relative(1, 5) == pytest.approx(1.2)
+
+
+def test_draft_costs_are_at_the_same_pace():
+    costs = StepCosts()
+    for _ in range(9):
+        costs.record(1, 0, 0.010)
+        costs.record(1, 2, 0.010, 0.005)
+    for _ in range(20):
+        costs.record(1, 2, 0.030, 0.015)
+    assert costs.relative(1, 2) == pytest.approx(1.5, rel=0.02)
+
+
 def test_watch_pauses_and_retries():
     watch = AcceptanceWatch(threshold=0.5, window=4, pause=3, longest=5)
     pauses = []

@@ -215,6 +215,11 @@ def determinism_calls():
         yield make_call(kind="lm", vocab=20011, q=q, dtype=torch.bfloat16, lengths=[3] * 3, filters=FILTERS[:3], seed=1)
     yield make_call(kind="normal", vocab=9001, q="logits", lengths=[2] * len(FILTERS), seed=2)
     yield make_call(kind="flat", vocab=9001, q="none", rule="coupled", lengths=[2] * len(FILTERS), seed=3)
+    # Top-p alone: its threshold is bracketed, before the scan in flat rows, after it in normal ones.
+    for kind, dtype in (("flat", torch.bfloat16), ("flat", torch.float32), ("normal", torch.float32)):
+        yield make_call(
+            kind=kind, vocab=131072, q="logits", dtype=dtype, lengths=[1] * 2, filters=FILTERS[:1] * 2, seed=4
+        )
 
 
 def all_outputs(backend):

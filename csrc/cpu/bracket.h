@@ -23,11 +23,15 @@ struct Sampling {
   bool useful() const { return stride >= 2; }
 };
 
-// What is estimated is the mass below the threshold, which many small values make up: it is `left`, or, where that is
-// negative, the share `left_share` of a total that is estimated too. Buckets divide [low, high), high - low = range.
+// The mass below the threshold: known, or a share of a total that the sample estimates too.
+struct Left {
+  double mass, share;
+};
+
+// What is estimated is the mass below the threshold, which many small values make up. Buckets divide [low, high),
+// high - low = range.
 template <class T>
-SPECDEC_HD Bracket bracket_in(const T* z, const Sampling& s, float low, float range, float scale, double left,
-                              double left_share) {
+SPECDEC_HD Bracket bracket_in(const T* z, const Sampling& s, float low, float range, float scale, const Left& left) {
   const float high = low + range;
   const LanesF from(low), m(high), c(scale), zero(0.0f), step(static_cast<float>(kBuckets) / range);
   LanesF below(0.0f), below2(0.0f);
@@ -54,7 +58,7 @@ SPECDEC_HD Bracket bracket_in(const T* z, const Sampling& s, float low, float ra
   const double f = static_cast<double>(s.stride);
   double sum = horizontal_sum(below), square_sum = horizontal_sum(below2), total = sum, square_total = square_sum;
   for (int b = 0; b < kBuckets; ++b) total += mass[b], square_total += square[b];
-  const double share = left < 0.0 ? left_share : 0.0, target = left < 0.0 ? share * f * total : left;
+  const double share = left.share, target = left.mass + share * f * total;
   Bracket bracket{low, kInf, true};
   for (int b = 0; b < kBuckets; ++b) {
     const double variance = (1.0 - share) * (1.0 - share) * square_sum + share * share * (square_total - square_sum);
@@ -83,7 +87,7 @@ SPECDEC_HD Bracket estimate_bracket(const T* z, int64_t vocab, float low, float 
   const LanesF from(low);
   int64_t inside = 0;
   for (int64_t i = 0; i < s.bundles; i += s.stride) inside += __builtin_popcount(bits(load(z + i * kLanes) >= from));
-  return inside * s.stride < kMany ? none : bracket_in(z, s, low, range, scale, left, 0.0);
+  return inside * s.stride < kMany ? none : bracket_in(z, s, low, range, scale, {left, 0.0});
 }
 
 // Before the row is scanned: values that weigh less than 2^-16 of the sample's largest are left below the buckets.
@@ -97,7 +101,7 @@ SPECDEC_HD Bracket guess_bracket(const T* z, int64_t vocab, float scale, float t
   for (int64_t i = 0; i < s.bundles; i += s.stride) largest = larger(load(z + i * kLanes), largest);
   const float high = horizontal_max(largest), range = kSpan / scale, low = high - range;
   if (!(low > -1e38f && high < 1e38f && range > 1e-30f && low + range > low)) return none;
-  return bracket_in(z, s, low, range, scale, -1.0, 1.0 - static_cast<double>(top_p));
+  return bracket_in(z, s, low, range, scale, {0.0, 1.0 - static_cast<double>(top_p)});
 }
 
 }  // namespace specdec::SPECDEC_ISA

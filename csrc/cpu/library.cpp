@@ -69,6 +69,16 @@ class KeepSubnormals {
  private:
   static constexpr unsigned kFlags = 0x8040;  // flush to zero, denormals are zero
   unsigned saved_;
+#elif defined(__aarch64__)
+ public:
+  KeepSubnormals() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+    __asm__ volatile("msr fpcr, %0" : : "r"(saved_ & ~(uint64_t{1} << 24)));
+  }
+  ~KeepSubnormals() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+ private:
+  uint64_t saved_;
 #endif
 };
 

@@ -1,6 +1,6 @@
 // One row of logits to its Nucleus: the row is read from memory once, in tiles of 4,096 tokens that stay in the
-// first-level cache while their maximum and mass are taken; what can lie in the nucleus is then collected from the
-// tiles that hold any.
+// first-level cache while their maximum and mass are taken. What can lie in the nucleus is then collected from the
+// tiles that hold any; of a flat row, what lies in a guessed bracket of the threshold is collected by the scan itself.
 //
 // Masses are sums over fixed tiles, each relative to the tile's own maximum, combined in order; nothing depends on
 // threads, on the batch, or on the width of the machine's vectors.
@@ -69,8 +69,7 @@ SPECDEC_HD float tile_sum(const T* z, int64_t n, float reference, float scale, c
     const LanesM over = a >= to;
     high_sum = high_sum + select(over, w, zero);
     const uint32_t hit = bits(a >= from) & ~bits(over);
-    // Hits are common and unpredictable; where packing lanes is one instruction, that beats a branch.
-    if (kParts > 1 && !hit) return;
+    if (kParts > 1 && !hit) return;  // as in collect
     compress(out + count, a, hit);
     count += __builtin_popcount(hit);
   };
@@ -88,7 +87,8 @@ SPECDEC_HD float tile_sum(const T* z, int64_t n, float reference, float scale, c
   return horizontal_sum(s0 + s1);
 }
 
-// Fills scratch.lane_max, tile_max and tile_sum. top_p < 1 asks for a bracket of its threshold where the row is flat.
+// Fills scratch.lane_max, tile_max, tile_sum and tile_above. top_p < 1 asks for a bracket of its threshold where the
+// row is flat; scratch.values then holds what is inside.
 template <class T>
 SPECDEC_HD RowStats scan_row(const T* z, int64_t vocab, float scale, bool with_mass, float top_p, Scratch& scratch) {
   const int64_t tiles = (vocab + kTile - 1) / kTile;
@@ -167,7 +167,7 @@ SPECDEC_HD int64_t split_above(float high, int64_t n, float row_max, float scale
   for (int64_t start = 0; start < n; start += kTile) {
     const int64_t end = start + kTile < n ? start + kTile : n;
     LanesF sum(0.0f);
-    for (int64_t i = start; i < end; i += kLanes) {  // never writes past what it has read
+    for (int64_t i = start; i < end; i += kLanes) {  // never writes past what it has read, or past the padding
       const LanesF a = i + kLanes <= end ? load(scratch.values + i) : load_partial(scratch.values + i, end - i, -kInf);
       const LanesF w = exp2_floor((a - m) * c);
       const uint32_t valid = end - i < kLanes ? (1u << (end - i)) - 1 : 0xffff, over = bits(a >= to);
@@ -290,7 +290,7 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
     low = m > low ? m : low;
   }
   if (has_p && !k_first && !m_first) {
-    const float p = low_for_mass(tiles, vocab, filter.top_p * stats.mass, stats.mass, row_max, scale, scratch);
+    const float p = low_for_mass(tiles, vocab, goal, stats.mass, row_max, scale, scratch);
     low = p > low ? p : low;
   }
   if (p_alone) {
@@ -315,9 +315,9 @@ Nucleus row_nucleus(const T* z, int64_t vocab, const Filter& filter, int32_t ord
   if (m_first && min_p_at > cutoff) cutoff = min_p_at;
   if (has_p) {
     const bool whole = !k_first && !m_first;
-    const double base = whole ? stats.mass : mass_from(scratch, n, cutoff);
+    const double wanted = whole ? goal : filter.top_p * mass_from(scratch, n, cutoff);
     copy_candidates(scratch, n, /*unit_weights=*/false);
-    const float p = find_threshold_of_copy(scratch, n, filter.top_p * base).value;
+    const float p = find_threshold_of_copy(scratch, n, wanted).value;
     cutoff = p > cutoff ? p : cutoff;
   }
   if (min_p_at > cutoff) cutoff = min_p_at;

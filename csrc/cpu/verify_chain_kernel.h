@@ -1,8 +1,8 @@
 // verify_chain: one request's drafts and target rows to its emitted tokens.
 //
-// Rows are decided in order and the first rejection ends the request, so later rows are not read. A decided row costs
-// one read of its target row and one of its draft row (a gather where q's nucleus was saved); the row that emits is
-// read once more, from the cache when the request is decided by one thread.
+// The first rejection ends the request: rows behind it are not read by a thread that decides the request alone, and by
+// several threads only until they know. A decided row costs one read of its target row and one of its draft row (a
+// gather where q's nucleus was saved); the row that emits is read once more, from the cache when one thread decides.
 #pragma once
 
 #include "core/accept.h"
@@ -52,7 +52,9 @@ inline Dist draft_dist(const VerifyChainArgs& a, int64_t b, int64_t j, const Nuc
 inline void look_at_draft(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecision& d) {
   d.q_known = d.q_usable = true;
   if (!a.draft) return;
-  const int64_t j = chain_of(a, b).start + i, row = draft_row(a, j);
+  const int64_t j = chain_of(a, b).start + i, row = draft_row(a, j), x = a.draft_tokens[j];
+  // Neither is decided by q.
+  if (x < 0 || x >= a.target.width || (!a.target_is_probs && filter_of(a.params, b).greedy)) return;
   d.q_usable = row >= 0;
   if (!d.q_usable || a.draft_is_probs) return;
   const Filter filter = filter_of(a.draft_params, b);
@@ -108,8 +110,8 @@ inline int64_t row_token(const VerifyChainArgs& a, int64_t b, const Chain& chain
   return winner.token;
 }
 
-// Decides draft i (or, at i = d, just looks at the bonus row), whose target row has been looked at; its draft row is
-// where that is needed. Returns whether the chain goes on.
+// Decides draft i, once its target row has been looked at (its draft row is looked at here if it has not been and is
+// needed); at i = d there is nothing to decide. Returns whether the chain goes on.
 inline bool decide_row(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecision& d) {
   const Chain chain = chain_of(a, b);
   const Filter filter = filter_of(a.params, b);

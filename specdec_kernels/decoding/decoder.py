@@ -204,7 +204,7 @@ class SpeculativeDecoder:
         Args:
             batch_size: rows of the batches to come.
             context: tokens per row in the cache while measuring.
-            repeats: forwards of each size.
+            repeats: measured forwards of each size, after one that is not.
         """
         self.forward.refresh()
         ids = torch.arange(context + self.num_draft + 1, device=self.forward.device) % self.forward.vocab_size

@@ -71,12 +71,13 @@ class _Layer:
 
 
 class _Stamp:
-    """What a packed copy was made from: the modules, and identity, storage and version of the parameters."""
+    """What a packed copy was made from: the modules, and identity, storage and version of the parameters, norms' epsilons."""
 
     def __init__(self, model):
         self.modules = tuple(model.modules())
         self.tensors = list(model.parameters())
         self.marks = [(t.data_ptr(), t._version) for t in self.tensors]
+        self.epsilons = [getattr(m, "variance_epsilon", None) for m in self.modules]
 
     def same(self, other: _Stamp) -> bool:
         # Both hold their tensors, so an identity is not taken over by a new one.
@@ -84,6 +85,7 @@ class _Stamp:
             self.modules == other.modules
             and [id(t) for t in self.tensors] == [id(t) for t in other.tensors]
             and self.marks == other.marks
+            and self.epsilons == other.epsilons
         )
 
 
@@ -222,7 +224,7 @@ class PackedForward(ModelForward):
         cos, sin = self._rotary(x, position_ids=positions)
         cos, sin = cos.view(-1, 1, dim).expand(total, 1, dim), (sin * self._sign).view(-1, 1, dim).expand(total, 1, dim)
 
-        # Every call is kept off that can be: with the caches full of weights, each costs microseconds.
+        # As few calls as it takes: each finds the processor's caches full of weights and costs microseconds.
         for layer_index, layer in enumerate(self._layers):
             qkv = layer.qkv(layer.norm1(x)).view(total, heads + 2 * kv_heads, dim)
             qk = qkv.narrow(1, 0, heads + kv_heads)

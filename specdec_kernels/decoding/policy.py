@@ -12,10 +12,10 @@ _PACE = 6  # even: two kinds of step in turn meet in the middle
 class StepCosts:
     """Measured seconds of a step by batch size and number of drafts, from a decoder's own steps.
 
-    `target` covers the forward and the verification, `draft` the proposal. Medians of the last few measurements, so
-    one slow step says nothing and a growing context is followed. Plain steps and steps with drafts are seldom measured at
-    the same time: what slows the last few steps of every kind alike, a busy machine, is taken out before a measurement is
-    kept.
+    `target` covers the forward and the verification, `draft` the proposal. Medians of the last few measurements, so one
+    slow step says nothing. Plain steps and steps with drafts are seldom measured at the same time, so what slows the last
+    few steps whatever their kind (a busy machine, a longer context) is taken out before a measurement is kept: the
+    seconds in the tables compare with each other, not with a clock.
     """
 
     def __init__(self) -> None:
@@ -25,10 +25,10 @@ class StepCosts:
         self._pace: dict[int, deque[float]] = defaultdict(lambda: deque([1.0] * _PACE, maxlen=_PACE))
 
     def record(self, batch: int, drafts: int, target_seconds: float, draft_seconds: float = 0.0) -> None:
-        """One step of `batch` requests with at most `drafts` drafts each."""
+        """One step of `batch` requests with at most `drafts` drafts each; target_seconds > 0."""
         if (batch, drafts) in self._target:
             self._pace[batch].append(target_seconds / median(self._target[batch, drafts]))
-        elif (expected := self._estimate(self._target, batch, drafts)) is not None:
+        elif (expected := self._interpolated(batch, drafts)) is not None:
             # One slow step must not put a size out of use before it has been tried again.
             self._target[batch, drafts].extend([expected] * 2)
         pace = median(self._pace[batch])
@@ -46,9 +46,13 @@ class StepCosts:
         """
         plain = self._estimate(self._target, batch, 0)
         step = self._estimate(self._target, batch, drafts)
-        if plain is None or step is None or not plain:
+        if plain is None or step is None:
             return None
         return (step + (self._estimate(self._draft, batch, drafts) or 0.0)) / plain
+
+    def _interpolated(self, batch: int, drafts: int) -> float | None:
+        sizes = [d for b, d in self._target if b == batch]
+        return self._estimate(self._target, batch, drafts) if sizes and min(sizes) < drafts < max(sizes) else None
 
     @staticmethod
     def _estimate(table, batch: int, drafts: int) -> float | None:

@@ -134,9 +134,15 @@ class Comparison:
         if self.ours.rule != self.coupled.rule:
             result = self._decode(self.coupled, prompt, mode, tokens, seed)[1]
             drafted, stats = result.tokens[0], result.stats
-        part = next((i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b), None)
-        verdict = "identical" if plain == drafted else f"part at token {part}"
-        return f"{len(plain)} tokens, {stats.accepted} of them drafted: {verdict}"
+        return f"{len(plain)} tokens, {stats.accepted} of them drafted: {verdict(plain, drafted)}"
+
+
+def verdict(a: list[int], b: list[int]) -> str:
+    """Whether two texts are the same, or where they part."""
+    if a == b:
+        return "identical"
+    part = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return f"part at token {part}"
 
 
 def speedups(cells: dict[str, Measurement], method: str) -> list[float]:

@@ -17,7 +17,7 @@ _EDGES = (1, 2, 3, 4, 6, 9, 13)  # lower edges of the match-length classes
 # A little below what copies were accepted at in 39 texts of the demo's model (edits, quotes, summaries, chats).
 _PRIOR = (0.15, 0.35, 0.6, 0.7, 0.8, 0.85, 0.93)
 _PRIOR_RESUMED = 0.5
-_RESUMED_LENGTH = 3  # the match that a resumed copy's first draft counts as, once accepted
+_RESUMED_LENGTH = 4  # what an accepted first draft of a resumed copy counts as: a match of this length
 _PRIOR_WEIGHT = 4.0
 _FORGET = 0.97
 
@@ -43,7 +43,7 @@ class _Rates:
     def kinds(self, length: int, count: int) -> list[int]:
         """Classes of `count` drafts behind a match of `length` (0: a resumed copy); each draft lengthens the match."""
         if not length:
-            return [self.resumed, *(self.of_match(_RESUMED_LENGTH + i) for i in range(1, count))][:count]
+            return [self.resumed, *(self.of_match(_RESUMED_LENGTH + i) for i in range(count - 1))][:count]
         return [self.of_match(length + i) for i in range(count)]
 
     def update(self, kinds: Sequence[int], accepted: int) -> None:
