@@ -1,6 +1,7 @@
 """Figures of a run, measured step costs, and the decision to pause."""
 
 import json
+import random
 
 import pytest
 
@@ -36,68 +37,88 @@ def test_times_json_and_table():
     assert SpecDecodeStats().table() and SpecDecodeStats().to_dict()["tokens_per_call"] == 0.0
 
 
+def record(costs, *steps):
+    for drafts, seconds in steps:
+        costs.record(1, drafts, seconds)
+
+
 def test_costs_are_measured_not_guessed():
     costs = StepCosts()
+    assert costs.relative(1, 5) is None and costs.relative(1, 0) == 1.0
+    record(costs, (0, 0.010), (0, 0.500), (0, 0.010))
     assert costs.relative(1, 5) is None
-    for seconds in (0.010, 0.500, 0.010):
-        costs.record(1, 0, seconds)
-    assert costs.relative(1, 5) is None, "one point says nothing about the slope"
     costs.record(1, 5, 0.020, 0.005)
-    assert costs.relative(1, 5) == pytest.approx(2.5)
-    costs.record(1, 1, 0.012, 0.001)
-    assert costs.relative(1, 3) == pytest.approx((0.016 + 0.003) / 0.010)
+    assert costs.relative(1, 5) == pytest.approx(2.5), "the proposal counts"
     assert costs.relative(2, 5) is None
-    assert costs.relative(1, 0) == 1.0
-
-
-def test_costs_are_compared_at_the_same_pace():
-    """Plain steps measured on a quiet machine, the others on a busy one."""
     costs = StepCosts()
-    for _ in range(3):
-        costs.record(1, 0, 0.010)
-        costs.record(1, 5, 0.015)
-    for _ in range(20):
-        costs.record(1, 5, 0.045)
-    assert costs.relative(1, 5) == pytest.approx(1.5, rel=0.1)
-    # The kinds of step do part: plain ones are as fast as ever.
-    for _ in range(20):
-        costs.record(1, 0, 0.010)
-        costs.record(1, 5, 0.045)
-    assert costs.relative(1, 5) == pytest.approx(4.5, rel=0.02)
+    record(costs, (0, 0.010), (5, 0.020), (0, 0.010), (1, 0.012))
+    assert [costs.relative(1, d) for d in (1, 3, 5, 7)] == pytest.approx([1.2, 1.6, 2.0, 2.4])
+
+
+def test_costs_are_compared_side_by_side():
+    """A machine that gets three times slower while every step has drafts, and steps of both kinds after that."""
+    costs = StepCosts()
+    record(costs, *[(0, 0.010), (5, 0.015)] * 5, *[(5, 0.045)] * 200)
+    assert costs.relative(1, 5) == pytest.approx(1.5)
+    record(costs, *[(0, 0.030), (5, 0.045)] * 9)
+    assert costs.relative(1, 5) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("run", [1, 8, 64])
+def test_changed_costs_are_learned(run):
+    costs = StepCosts()
+    record(costs, *[(0, 0.010), (5, 0.015)] * 9)
+    for _ in range(6):
+        record(costs, *[(5, 0.030)] * run, *[(0, 0.010)] * run)
+    assert costs.relative(1, 5) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("kind", [0, 5])
+def test_noise_does_not_carry_costs_away(kind):
+    noise = random.Random(0)
+    costs = StepCosts()
+    for _ in range(9):
+        record(costs, (0, noise.uniform(0.009, 0.011)), (5, noise.uniform(0.0135, 0.0165)))
+    before = costs.relative(1, 5)
+    record(costs, *[(kind, noise.uniform(0.009, 0.011)) for _ in range(5000)])
+    assert costs.relative(1, 5) == pytest.approx(before, rel=0.2)
 
 
 def test_one_slow_step_does_not_put_a_size_out_of_use():
     costs = StepCosts()
-    for _ in range(3):
-        costs.record(1, 0, 0.010)
-        costs.record(1, 5, 0.020)
+    record(costs, *[(0, 0.010), (5, 0.020)] * 3, (0, 0.010))
     assert costs.relative(1, 3) == pytest.approx(1.6)
-    costs.record(1, 3, 0.160)
-    assert costs.relative(1, 3) == pytest.approx(1.6), "between its neighbours until measured again"
-    for _ in range(9):
-        costs.record(1, 0, 0.010)
-        costs.record(1, 5, 0.020)
-        costs.record(1, 3, 0.018)
-    assert costs.relative(1, 3) == pytest.approx(1.8, rel=0.02)
+    record(costs, (3, 0.160))
+    assert costs.relative(1, 3) == pytest.approx(1.6), "between its neighbours until compared again"
+    record(costs, *[(0, 0.010), (3, 0.018)] * 9)
+    assert costs.relative(1, 3) == pytest.approx(1.8)
 
 
-def test_what_is_beyond_the_measured_sizes_is_not_held_against_a_measurement():
-    """Two noisy first points say little about a size far outside them."""
+def test_a_plain_step_now_and_then():
     costs = StepCosts()
-    costs.record(1, 0, 0.010)
-    costs.record(1, 1, 0.015)
-    costs.record(1, 5, 0.012)
-    assert costs.relative(1, 5) == pytest.approx(1.2)
+    assert costs.wants_plain(1), "nothing to compare with yet"
+    record(costs, (0, 0.010))
+    for _ in range(64):
+        assert not costs.wants_plain(1)
+        record(costs, (5, 0.015))
+    assert costs.wants_plain(1)
+    record(costs, (0, 0.010))
+    assert not costs.wants_plain(1)
 
 
-def test_draft_costs_are_at_the_same_pace():
-    costs = StepCosts()
-    for _ in range(9):
-        costs.record(1, 0, 0.010)
-        costs.record(1, 2, 0.010, 0.005)
-    for _ in range(20):
-        costs.record(1, 2, 0.030, 0.015)
-    assert costs.relative(1, 2) == pytest.approx(1.5, rel=0.02)
+def test_speculation_that_has_become_dear_is_left():
+    """Warmed up at 1.5 plain steps, a step with drafts costs 3; 0.8 accepted drafts no longer pay."""
+    costs, watch = StepCosts(), AcceptanceWatch()
+    record(costs, *[(0, 1.0), (4, 1.5)] * 7)
+    seconds = tokens = 0.0
+    for i in range(3000):
+        drafted = watch.speculate() and not costs.wants_plain(1)
+        accepted = int(drafted and i % 5 < 4)
+        record(costs, (4, 3.0) if drafted else (0, 1.0))
+        if drafted:
+            watch.record(accepted, costs.relative(1, 4))
+        seconds, tokens = seconds + (3.0 if drafted else 1.0), tokens + 1 + accepted
+    assert watch.fallbacks > 3 and tokens / seconds > 0.85
 
 
 def test_watch_pauses_and_retries():

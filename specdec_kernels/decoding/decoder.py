@@ -303,9 +303,7 @@ class _Run:
         decoder, batch = self.decoder, len(self.rows)
         if self.drafter is None or decoder.num_draft == 0:
             return None
-        if decoder.adaptive and not decoder.costs.known(batch, 0):
-            return None  # one plain step, so that there is a cost to compare with
-        if not self.watch.speculate():
+        if not self.watch.speculate() or (decoder.adaptive and decoder.costs.wants_plain(batch)):
             return None
         # The last token of a row needs no draft behind it: a row with one token to go takes none.
         budgets = [min(decoder.num_draft, row.limit - len(row.tokens) - 1) for row in self.rows]

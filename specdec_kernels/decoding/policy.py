@@ -6,69 +6,81 @@ from collections import defaultdict, deque
 from statistics import median
 
 _KEEP = 9
-_PACE = 6  # even: two kinds of step in turn meet in the middle
+_PLAIN_EVERY = 64
 
 
 class StepCosts:
-    """Measured seconds of a step by batch size and number of drafts, from a decoder's own steps.
+    """Cost of a step by batch size and number of drafts, in steps without drafts, from a decoder's own steps.
 
-    `target` covers the forward and the verification, `draft` the proposal. Medians of the last few measurements, so one
-    slow step says nothing. Plain steps and steps with drafts are seldom measured at the same time, so what slows the last
-    few steps whatever their kind (a busy machine, a longer context) is taken out before a measurement is kept: the
-    seconds in the tables compare with each other, not with a clock.
+    Seconds measured at different times do not compare: a machine gets busy, a context grows. So a step with drafts is
+    compared with a plain step right before or after it, and a proposal with the forward and verification of its own
+    step. Medians of the last few such ratios: one slow step says nothing.
     """
 
     def __init__(self) -> None:
-        self._target: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_KEEP))
-        self._draft: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_KEEP))
-        # Recent steps' seconds over what was expected of them.
-        self._pace: dict[int, deque[float]] = defaultdict(lambda: deque([1.0] * _PACE, maxlen=_PACE))
+        self._ratios: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_KEEP))
+        self._proposals: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_KEEP))
+        self._last: dict[int, tuple[int, float]] = {}
+        self._since_plain: dict[int, int] = {}
 
     def record(self, batch: int, drafts: int, target_seconds: float, draft_seconds: float = 0.0) -> None:
-        """One step of `batch` requests with at most `drafts` drafts each; target_seconds > 0."""
-        if (batch, drafts) in self._target:
-            self._pace[batch].append(target_seconds / median(self._target[batch, drafts]))
-        elif (expected := self._interpolated(batch, drafts)) is not None:
-            # One slow step must not put a size out of use before it has been tried again.
-            self._target[batch, drafts].extend([expected] * 2)
-        pace = median(self._pace[batch])
-        self._target[batch, drafts].append(target_seconds / pace)
-        if drafts:
-            self._draft[batch, drafts].append(draft_seconds / pace)
+        """One step of `batch` requests with at most `drafts` drafts each.
 
-    def known(self, batch: int, drafts: int) -> bool:
-        return (batch, drafts) in self._target
+        target_seconds: of forward and verification, > 0 · draft_seconds: of the proposal.
+        """
+        before, seconds = self._last.get(batch, (drafts, target_seconds))
+        self._last[batch] = drafts, target_seconds
+        if drafts == 0:
+            self._since_plain[batch] = 0
+            if before:
+                self._compare(batch, before, seconds / target_seconds)
+        else:
+            if batch in self._since_plain:
+                self._since_plain[batch] += 1
+            self._proposals[batch, drafts].append(draft_seconds / target_seconds)
+            if before == 0:
+                self._compare(batch, drafts, target_seconds / seconds)
+
+    def _compare(self, batch: int, drafts: int, ratio: float) -> None:
+        sizes = [d for b, d in self._ratios if b == batch]
+        if drafts not in sizes and sizes and drafts < max(sizes):
+            # One slow step must not put a size out of use before it has been tried again.
+            expected = self._step(batch, drafts)
+            self._ratios[batch, drafts].extend([expected] * 2)
+        self._ratios[batch, drafts].append(ratio)
+
+    def wants_plain(self, batch: int) -> bool:
+        """Whether the next step should have no drafts, so that there is one to compare with."""
+        return self._since_plain.get(batch, _PLAIN_EVERY) >= _PLAIN_EVERY
 
     def relative(self, batch: int, drafts: int) -> float | None:
-        """Cost of a step with `drafts` drafts over that of one without; None before both ends have been measured.
+        """Cost of a step with `drafts` drafts over that of one without; None before any has been compared.
 
-        A count that has not been measured itself is interpolated between the nearest that have.
+        A count that has not been compared itself lies on the line through its neighbours that have (0 drafts cost 1).
         """
-        plain = self._estimate(self._target, batch, 0)
-        step = self._estimate(self._target, batch, drafts)
-        if plain is None or step is None:
+        if drafts == 0:
+            return 1.0
+        step = self._step(batch, drafts)
+        if step is None:
             return None
-        return (step + (self._estimate(self._draft, batch, drafts) or 0.0)) / plain
+        proposals = [d for b, d in self._proposals if b == batch]
+        nearest = min(proposals, key=lambda d: abs(d - drafts), default=None)
+        return step * (1.0 + (median(self._proposals[batch, nearest]) if nearest is not None else 0.0))
 
-    def _interpolated(self, batch: int, drafts: int) -> float | None:
-        sizes = [d for b, d in self._target if b == batch]
-        return self._estimate(self._target, batch, drafts) if sizes and min(sizes) < drafts < max(sizes) else None
-
-    @staticmethod
-    def _estimate(table, batch: int, drafts: int) -> float | None:
-        if (batch, drafts) in table:
-            return median(table[batch, drafts])
-        points = sorted(d for b, d in table if b == batch)
-        below = [d for d in points if d < drafts]
-        above = [d for d in points if d > drafts]
-        if below and above:
-            low, high = below[-1], above[0]
-        elif len(below) >= 2:
-            low, high = below[-2:]
-        else:
+    def _step(self, batch: int, drafts: int) -> float | None:
+        """`relative` without the proposal."""
+        known = {d: median(r) for (b, d), r in self._ratios.items() if b == batch}
+        if not known:
             return None
-        at_low, at_high = median(table[batch, low]), median(table[batch, high])
-        return max(at_low + (at_high - at_low) * (drafts - low) / (high - low), at_low)
+        known[0] = 1.0
+        if drafts in known:
+            return known[drafts]
+        below = max(d for d in known if d < drafts)
+        above = min((d for d in known if d > drafts), default=None)
+        if above is None:
+            below, above = sorted(known)[-2:]
+        slope = (known[above] - known[below]) / (above - below)
+        return max(known[below] + slope * (drafts - below), known[below])
 
 
 class AcceptanceWatch:
