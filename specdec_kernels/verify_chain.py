@@ -135,7 +135,12 @@ def verify_chain(
         _checks.fail(op, "cu_num_draft", "int32 [B + 1]", cu_num_draft)
     B = cu_num_draft.shape[0] - 1
     _checks.vector(op, "cu_num_draft", cu_num_draft, (torch.int32,), B + 1, "B + 1", device)
+    if isinstance(draft_tokens, Tensor) and draft_tokens.dim() == 2:
+        _checks.fail(op, "draft_tokens", "[D], request-major (ragged_from_padded makes it from [B, K])", draft_tokens)
     _checks.vector(op, "draft_tokens", draft_tokens, _checks.INDEX_DTYPES, 0, "D", device, at_least=True)
+    if getattr(params, "num_requests", 0) == B + 1:  # counts, or a prefix sum without its 0
+        must = f"int32 [B + 1={B + 2}], a prefix sum that starts at 0, for the B={B + 1} requests of params"
+        _checks.fail(op, "cu_num_draft", must, cu_num_draft)
     _checks.params(op, "params", params, B, device)
     if position is not None:
         _checks.vector(op, "position", position, (torch.int64,), B, "B", device)
@@ -145,8 +150,8 @@ def verify_chain(
         lengths = cu_num_draft.long().diff()
         # Offsets that make no sense ask for no more than there is.
         max_draft = min(max(int(lengths.max()), 0), draft_tokens.shape[0]) if B else 0
-    elif max_draft < 0:
-        _checks.fail(op, "max_draft", ">= 0", max_draft)
+    elif not isinstance(max_draft, (int, torch.SymInt)) or max_draft < 0:
+        _checks.fail(op, "max_draft", "an int >= 0", max_draft)
     K = max_draft
 
     # Drafts that the companions of draft_tokens must cover. It is known on the host only; elsewhere the kernel takes a

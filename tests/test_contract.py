@@ -239,11 +239,23 @@ WRONG = {
     ),
     "params_dtype": ({"params": cut(top_k=LONG4[:3])}, r"params.top_k must be int32 \[B=3\].*got int64 \[3\]"),
     "params_seed": ({"params": cut(seed=torch.zeros(3))}, r"params.seed must be int64"),
-    "params_slots": ({"params": cut(slots=LONG4)}, r"params.slots must be int32 or int64 \[B=3\].*got int64 \[4\]"),
+    "params_slots": (
+        {"params": cut(slots=torch.arange(2))},
+        r"params.slots must be int32 or int64 \[B=3\].*got int64 \[2\]",
+    ),
     "params_partial": ({"params": cut(min_p=torch.zeros(2))}, r"params.min_p must be float32 \[B=3\]"),
     "position_dtype": ({"position": torch.arange(3).int()}, r"position must be int64 \[B=3\].*got int32 \[3\]"),
     "position_size": ({"position": torch.arange(4)}, r"position must be int64 \[B=3\].*got int64 \[4\]"),
-    "max_draft_negative": ({"max_draft": -1}, "max_draft must be >= 0, got int -1"),
+    "offsets_without_their_0": (
+        {"cu_num_draft": offsets([2, 0, 2])[1:]},
+        r"cu_num_draft must be int32 \[B \+ 1=4\], a prefix sum that starts at 0, .*got int32 \[3\]",
+    ),
+    "draft_tokens_padded": (
+        {"draft_tokens": torch.zeros(3, 2, dtype=torch.int32)},
+        r"draft_tokens must be \[D\], request-major \(ragged_from_padded .*got int32 \[3, 2\]",
+    ),
+    "max_draft_float": ({"max_draft": 2.0}, "max_draft must be an int >= 0, got float 2.0"),
+    "max_draft_negative": ({"max_draft": -1}, "max_draft must be an int >= 0, got int -1"),
     "draft_rows_few": (
         {"draft_logits": make_rows("flat", 3, 40)},
         r"draft_logits must be \[>= D=4, Vd\].*got float32 \[3, 40\]",

@@ -114,7 +114,10 @@ class SpecDecodeStats:
             ("tokens", f"{self.tokens}"),
             ("seconds", f"{self.seconds:.2f} (prefill {self.prefill_seconds:.2f})"),
             ("tokens/s", f"{self.tokens_per_second:.1f}"),
-            ("target calls", f"{self.target_calls} ({self.plain_steps} without drafts, {self.fallbacks} fallbacks)"),
+            (
+                "target calls",
+                f"{self.target_calls} after the prefill ({self.plain_steps} without drafts, {self.fallbacks} fallbacks)",
+            ),
             ("draft calls", f"{self.draft_calls}"),
             ("tokens per target call", f"{self.tokens_per_call:.2f}"),
             ("acceptance", f"{self.acceptance_rate:.2f} ({self.accepted}/{self.drafted})"),
