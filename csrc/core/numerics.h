@@ -1,7 +1,7 @@
 // exp2, log and log1p for float32, by the same operations in every backend: no fused multiply-add, no library calls.
 // F is float, or a bundle of lanes with the same operators; I is its integer twin. Each needs, found by
-// argument-dependent lookup or in this namespace: select(mask, F, F), as_int(F), as_float(I), shift_left(I, n),
-// shift_right(I, n), to_float(I).
+// argument-dependent lookup or in this namespace: select(mask, F, F), larger(F, F) (the second where the first is NaN),
+// as_int(F), as_float(I), shift_left(I, n), shift_right(I, n), to_float(I).
 #pragma once
 
 #include <cstring>
@@ -11,6 +11,7 @@
 namespace specdec::SPECDEC_ISA {
 
 SPECDEC_HD float select(bool mask, float a, float b) { return mask ? a : b; }
+SPECDEC_HD float larger(float a, float b) { return a > b ? a : b; }
 SPECDEC_HD int32_t as_int(float x) {
   int32_t i;
   std::memcpy(&i, &x, sizeof i);
@@ -32,7 +33,7 @@ constexpr float kExp2Min = -126.0f;
 // Degree-5 minimax polynomial of 2^f on [-1/2, 1/2], relative error 9.2e-8 before rounding, 2e-7 with it.
 template <class F>
 SPECDEC_HD F exp2_floor(F t) {
-  t = select(t > F(kExp2Min), t, F(kExp2Min));
+  t = larger(t, F(kExp2Min));
   const F shifted = t + F(12582912.0f);  // 1.5 * 2^23: the low mantissa bits now hold round(t)
   const F f = t - (shifted - F(12582912.0f));
   F y = F(0.00132647273f);

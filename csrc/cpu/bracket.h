@@ -86,7 +86,7 @@ SPECDEC_HD Bracket estimate_bracket(const T* z, int64_t vocab, float low, float 
   if (!s.useful() || !(range > 1e-30f && range < 1e38f)) return none;
   const LanesF from(low);
   int64_t inside = 0;
-  for (int64_t i = 0; i < s.bundles; i += s.stride) inside += __builtin_popcount(bits(load(z + i * kLanes) >= from));
+  for (int64_t i = 0; i < s.bundles; i += s.stride) inside += __builtin_popcount(bits_from(load(z + i * kLanes), from));
   return inside * s.stride < kMany ? none : bracket_in(z, s, low, range, scale, {left, 0.0});
 }
 

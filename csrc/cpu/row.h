@@ -66,9 +66,8 @@ SPECDEC_HD float tile_sum(const T* z, int64_t n, float reference, float scale, c
     const LanesF w = exp2_floor((a - r) * c);
     sum = sum + w;
     if (!kBracket) return;
-    const LanesM over = a >= to;
-    high_sum = high_sum + select(over, w, zero);
-    const uint32_t hit = bits(a >= from) & ~bits(over);
+    high_sum = high_sum + select(a >= to, w, zero);
+    const uint32_t hit = bits_from(a, from) & ~bits_from(a, to);
     if (kParts > 1 && !hit) return;  // as in collect
     compress(out + count, a, hit);
     count += __builtin_popcount(hit);
@@ -146,7 +145,7 @@ SPECDEC_HD int64_t collect(const T* z, int64_t vocab, float low, Scratch& scratc
     const T* tile = z + t * kTile;
     const int64_t n = vocab - t * kTile < kTile ? vocab - t * kTile : kTile;
     const auto take = [&](const LanesF& a) {
-      const uint32_t hit = bits(a >= from);
+      const uint32_t hit = bits_from(a, from);
       if ((!kMany || kParts > 1) && !hit) return;
       compress(out + count, a, hit);
       count += __builtin_popcount(hit);
@@ -170,7 +169,7 @@ SPECDEC_HD int64_t split_above(float high, int64_t n, float row_max, float scale
     for (int64_t i = start; i < end; i += kLanes) {  // never writes past what it has read, or past the padding
       const LanesF a = i + kLanes <= end ? load(scratch.values + i) : load_partial(scratch.values + i, end - i, -kInf);
       const LanesF w = exp2_floor((a - m) * c);
-      const uint32_t valid = end - i < kLanes ? (1u << (end - i)) - 1 : 0xffff, over = bits(a >= to);
+      const uint32_t valid = end - i < kLanes ? (1u << (end - i)) - 1 : 0xffff, over = bits_from(a, to);
       sum = sum + select(a >= to, w, zero);
       compress(scratch.values + count, a, valid & ~over);
       compress(scratch.weights + count, w, valid & ~over);
