@@ -154,7 +154,7 @@ SPECDEC_HD void store(int32_t* p, const LanesI& a) {
   SPECDEC_EACH std::memcpy(p + l * kNative, &a.v[l], sizeof(NativeI));
 }
 
-// The three operations that vector types cannot say: a mask as bits (lane 0 lowest), the masked lanes moved together,
+// The operations that vector types cannot say: a mask as bits (lane 0 lowest), the masked lanes moved together,
 // and the 64-bit products of the even 32-bit lanes.
 typedef uint32_t NativeU __attribute__((vector_size(SPECDEC_VECTOR_BYTES)));
 typedef uint64_t NativeU64 __attribute__((vector_size(SPECDEC_VECTOR_BYTES)));
