@@ -1,6 +1,7 @@
 """Which implementation runs: loading the compiled library, choosing a backend, and saying why one is missing."""
 
 import functools
+import importlib
 import importlib.machinery
 import importlib.metadata
 import logging
@@ -14,7 +15,8 @@ from . import _schemas
 logger = logging.getLogger("specdec_kernels")
 
 BUILD_HINT = "build it with a C++17 compiler: pip install --no-build-isolation -v . (SPECDEC_BUILD_CPU must not be 0)"
-NAMES = ("auto", "native", "eager")
+TRITON_HINT = "pip install triton, and tensors on a CUDA device"
+NAMES = ("auto", *_schemas.SUFFIXES)
 
 
 class BackendUnavailable(RuntimeError):
@@ -43,6 +45,16 @@ def _load_native() -> str | None:
 NATIVE_MISSING = _load_native()
 
 
+@functools.cache
+def _triton_missing() -> str | None:
+    """None if the Triton kernels can be imported, else the reason. Not before they are wanted: it takes a second."""
+    try:
+        importlib.import_module(".triton", __package__)
+    except Exception as error:
+        return f"triton does not import: {error}"
+    return None
+
+
 DEFAULT = os.environ.get("SPECDEC_BACKEND", "auto")
 """Read at import and judged at the first call that depends on it: a wrong value must not break the import."""
 
@@ -51,21 +63,35 @@ def unavailable_reason(backend: str, device_type: str) -> str | None:
     """None if `backend` can run tensors of that device, else why not."""
     if backend == "eager":
         return None
+    if backend == "triton":
+        if device_type not in ("cuda", "cpu"):
+            return f"there are no Triton kernels for device {device_type!r}"
+        reason = _triton_missing()
+        if reason is None and device_type == "cpu":
+            from .triton import INTERPRETED
+
+            reason = None if INTERPRETED else "CPU tensors need Triton's interpreter: TRITON_INTERPRET=1 before the import"
+        return reason
     if device_type != "cpu":
         return f"there are no native kernels for device {device_type!r}"
     return NATIVE_MISSING
 
 
+def preferred(device_type: str) -> str:
+    """The backend that "auto" tries first."""
+    return "triton" if device_type == "cuda" else "native"
+
+
 @functools.cache
-def _log_fallback(device_type: str, reason: str) -> None:
-    logger.warning("specdec_kernels: no native kernels for %s (%s); using plain torch", device_type, reason)
+def _log_fallback(backend: str, device_type: str, reason: str) -> None:
+    logger.warning("specdec_kernels: no %s kernels for %s (%s); using plain torch", backend, device_type, reason)
 
 
 def resolve(op: str, backend: str, device: torch.device) -> str:
-    """The backend that runs `op`: "native" or "eager".
+    """The backend that runs `op`: "native", "triton" or "eager".
 
-    Asked for by name (argument, then SPECDEC_BACKEND) and missing: BackendUnavailable. Chosen by "auto": the next best,
-    logged once.
+    Asked for by name (argument, then SPECDEC_BACKEND) and missing: BackendUnavailable. Chosen by "auto": Triton for CUDA
+    tensors, native for the others; where that is missing plain torch, logged once.
     """
     if backend == "auto":
         backend = DEFAULT
@@ -73,21 +99,33 @@ def resolve(op: str, backend: str, device: torch.device) -> str:
             raise ValueError(f"{op}: SPECDEC_BACKEND must be one of {NAMES}, got {backend!r}")
     if backend not in NAMES:
         raise ValueError(f"{op}: backend must be one of {NAMES}, got {backend!r}")
-    if backend == "eager":
-        return backend
-    reason = unavailable_reason("native", device.type)
+    wanted = preferred(device.type) if backend == "auto" else backend
+    reason = unavailable_reason(wanted, device.type)
     if reason is None:
-        return "native"
-    if backend == "native":
-        raise BackendUnavailable(f"{op}: backend 'native' is not available: {reason}; {BUILD_HINT}")
+        return wanted
+    if backend != "auto":
+        hint = BUILD_HINT if backend == "native" else TRITON_HINT
+        raise BackendUnavailable(f"{op}: backend {backend!r} is not available: {reason}; {hint}")
     if not torch.compiler.is_compiling():
-        _log_fallback(device.type, reason)
+        _log_fallback(wanted, device.type, reason)
     return "eager"
 
 
 def op(name: str, backend: str):
     """The torch op that implements `name` on a resolved backend."""
-    return getattr(getattr(torch.ops, _schemas.NAMESPACE), name if backend == "native" else f"{name}_eager").default
+    return getattr(getattr(torch.ops, _schemas.NAMESPACE), name + _schemas.SUFFIXES[backend]).default
+
+
+def _register_triton(name: str) -> None:
+    @functools.cache
+    def kernels():
+        return getattr(importlib.import_module(f".triton.{name}", __package__), name)
+
+    _schemas.library.impl(f"{name}_triton", lambda *args: kernels()(*args), "CompositeExplicitAutograd")
+
+
+for _name in _schemas.SCHEMAS:
+    _register_triton(_name)
 
 
 def register_eager(name: str, function) -> None:
@@ -109,6 +147,7 @@ def info() -> dict:
     if NATIVE_MISSING is None:
         native["isa"] = cpu_isa()
         native["threads"] = torch.get_num_threads()
+    triton_reason = unavailable_reason("triton", "cuda" if torch.cuda.is_available() else "cpu")
     return {
         "specdec_kernels": __version__,
         "torch": torch.__version__,
@@ -116,8 +155,15 @@ def info() -> dict:
         "transformers": version("transformers"),
         "cuda": torch.version.cuda,
         "default_backend": DEFAULT,
-        "backends": {"native (CPU)": native, "eager (plain torch)": {"available": True, "reason": None}},
-        "ops": {op: ["native", "eager"] if NATIVE_MISSING is None else ["eager"] for op in _schemas.SCHEMAS},
+        "backends": {
+            "native (CPU)": native,
+            "triton": {"available": triton_reason is None, "reason": triton_reason},
+            "eager (plain torch)": {"available": True, "reason": None},
+        },
+        "ops": {
+            op: [b for b in NAMES[1:] if b == "eager" or (NATIVE_MISSING if b == "native" else triton_reason) is None]
+            for op in _schemas.SCHEMAS
+        },
     }
 
 

@@ -1,8 +1,8 @@
 """Every op's schema, defined once, before any backend is looked for.
 
 Each op writes into caller-allocated outputs and returns nothing, so one schema serves calls with and without `out=`. It
-exists once per backend family: `<op>` (compiled: CPU now, CUDA where built) and `<op>_eager` (plain torch). The public
-functions allocate, check and choose; nothing else calls these ops.
+exists once per backend family: `<op>` (compiled: CPU now, CUDA where built), `<op>_triton` and `<op>_eager` (plain torch).
+The public functions allocate, check and choose; nothing else calls these ops.
 """
 
 import torch
@@ -41,6 +41,8 @@ SCHEMAS = {
 FILTER_ORDERS = ("hf", "vllm", "joint")
 RULES = ("token", "coupled")
 
+SUFFIXES = {"native": "", "triton": "_triton", "eager": "_eager"}
+
 library = torch.library.Library(NAMESPACE, "DEF")
 
 
@@ -49,6 +51,6 @@ def _no_outputs(*args, **kwargs) -> None:
 
 
 for _op, _schema in SCHEMAS.items():
-    for _suffix in ("", "_eager"):
+    for _suffix in SUFFIXES.values():
         library.define(f"{_op}{_suffix}{_schema}", tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"{NAMESPACE}::{_op}{_suffix}", _no_outputs, lib=library)

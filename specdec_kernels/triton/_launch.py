@@ -1,0 +1,109 @@
+"""Host side that the Triton ops share: heuristics, workspace, compile options."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+
+import torch
+import triton
+from torch import Tensor
+
+from .._checks import fail
+from ._row import CANDIDATES, TILE
+
+WARPS = 8
+OPTIONS = {
+    "num_warps": WARPS,
+    "num_stages": 1,
+    # Multiplications stay apart from additions: the bits of the shared formulas do not depend on the backend.
+    "enable_fp_fusion": False,
+}
+MAX_VOCAB = 1 << 24  # a race key holds 24 bits of token
+MAX_SPLITS = 32
+
+
+def subtile_of(vocab: int) -> int:
+    """Tokens of a subtile: 128 (one load of a warp covers whole subtiles), more where a row would have over 4,096."""
+    return min(max(128, triton.next_power_of_2(triton.cdiv(vocab, 4096))), TILE.value)
+
+
+def maxima_of(vocab: int) -> int:
+    """Subtiles of a row, to a power of two, of whole tiles."""
+    return triton.next_power_of_2(triton.cdiv(vocab, TILE.value)) * (TILE.value // subtile_of(vocab))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def scan_splits(rows: int, vocab: int, device: torch.device) -> int:
+    """Programs per row of a scan: enough for four on every multiprocessor, a tile each at least."""
+    wanted = triton.cdiv(4 * _processors(device), max(rows, 1))
+    return min(triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(vocab, TILE.value)), MAX_SPLITS)
+
+
+def race_splits(rows: int, vocab: int, device: torch.device) -> int:
+    """Programs per row of a race: a language model's row keeps them all busy only if it is flat."""
+    wanted = triton.cdiv(2 * _processors(device), max(rows, 1))
+    return min(triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(vocab, TILE.value)), MAX_SPLITS)
+
+
+def check_vocab(op: str, vocab: int) -> None:
+    if vocab > MAX_VOCAB:
+        fail(op, "the vocabulary", f"at most {MAX_VOCAB} for the Triton backend", str(vocab))
+
+
+class Workspace:
+    """What the programs of a call leave for each other. Per scanned row its subtiles' maxima and masses, a list of subtiles
+    and candidates, 4 * (3 * subtiles + 1,024) bytes; `found`, 32-bit results; and 64-bit counters, zero between calls."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.lock = threading.Lock()
+        self.scratch = torch.empty(0)
+        self.counters = torch.empty(0)
+
+    def take(self, rows: int, maxima: int, counters: dict[str, int], found: dict[str, int]) -> dict[str, Tensor]:
+        sizes = {
+            "sub_max": rows * maxima, "sub_sum": rows * maxima, "active": rows * maxima,
+            "values": rows * CANDIDATES.value, **found,
+        }  # fmt: skip
+        if self.scratch.numel() < sum(sizes.values()):
+            size = triton.next_power_of_2(sum(sizes.values()))
+            self.scratch = torch.empty(size, dtype=torch.float32, device=self.device)
+        if self.counters.numel() < sum(counters.values()):
+            size = triton.next_power_of_2(sum(counters.values()))
+            self.counters = torch.zeros(size, dtype=torch.int64, device=self.device)
+        taken = _cut(self.scratch, sizes) | _cut(self.counters, counters)
+        return {name: t.view(torch.int32) if name in INTEGERS else t for name, t in taken.items()}
+
+
+INTEGERS = ("active", "row_status", "row_token", "peak")
+
+
+def _cut(buffer: Tensor, sizes: dict[str, int]) -> dict[str, Tensor]:
+    total = sum(sizes.values())
+    return dict(zip(sizes, buffer[:total].split(list(sizes.values())), strict=True))
+
+
+_workspaces: dict[tuple[torch.device, int], Workspace] = {}
+
+
+@contextlib.contextmanager
+def workspace(rows: int, maxima: int, counters: dict[str, int], device: torch.device, **found: int):
+    """The scratch of a call by name, for as long as its launches are being queued.
+
+    One workspace per device and stream, kept and grown. Inside a CUDA graph capture a call has its own, from the graph's
+    memory: graphs may be replayed on any stream, and its counters are zeroed in the graph.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        yield Workspace(device).take(rows, maxima, counters, found)
+        return
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    kept = _workspaces.setdefault(key, Workspace(device))
+    # Two threads on one stream must not come between each other's launches.
+    with kept.lock, torch.cuda.device(device):
+        yield kept.take(rows, maxima, counters, found)

@@ -1,0 +1,140 @@
+"""Device functions: distributions at given tokens, and the exponential race over a row, argmax of log w_v - log e_v.
+
+A program races a share of the row's subtiles, those only whose maximum reaches the cutoff, and makes noise for no others.
+Programs meet in one atomic maximum of a key that holds score and token, so the winner does not depend on their number.
+"""
+
+import triton
+import triton.language as tl
+
+from ._numerics import INF, LEAST_NORMAL, LOG2E, exp2_neg, exponential, log_pos, noise_words, uniform
+from ._row import list_active
+
+RACE_TOKENS = tl.constexpr(1024)  # raced at once
+KIND_LOGITS = tl.constexpr(0)
+KIND_PROBS = tl.constexpr(1)
+STREAM_ACCEPT = tl.constexpr(1)
+STREAM_SAMPLE = tl.constexpr(2)
+_TOKEN_BITS = tl.constexpr(24)
+_TOKEN_MASK = tl.constexpr((1 << 24) - 1)
+
+
+@triton.jit
+def column_of(token, column_map, width, mask):
+    """(column of a target id in a row of `width`, whether it has one)."""
+    if column_map is None:
+        column = token
+    else:
+        column = tl.load(column_map + token, mask=mask, other=-1)
+    inside = mask & (column >= 0) & (column < width)
+    return tl.where(inside, column, 0), inside
+
+
+@triton.jit
+def scaled(z, row_max, scale):
+    return tl.where(z == row_max, 0.0, (z - row_max) * scale)
+
+
+@triton.jit
+def probability(z, cutoff, row_max, log_mass, scale):
+    """p of a logit under a nucleus."""
+    p = exp2_neg(scaled(z, row_max, scale) - log_mass * LOG2E)
+    return tl.where((z >= cutoff) & (z > -INF), p, 0.0)
+
+
+@triton.jit
+def log_probability(z, cutoff, row_max, log_mass, inverse):
+    return tl.where((z >= cutoff) & (z > -INF), scaled(z, row_max, inverse) - log_mass, -INF)
+
+
+@triton.jit
+def log_of(p):
+    """log p, -inf where p is not positive."""
+    return tl.where(p > 0.0, log_pos(tl.maximum(p, LEAST_NORMAL)), -INF)
+
+
+@triton.jit
+def accept_coin(seed, anchor, offset):
+    word, _, _, _ = noise_words(tl.zeros([], tl.int32), seed, anchor, (offset.to(tl.int64) << 8) | STREAM_ACCEPT)
+    return uniform(word)
+
+
+@triton.jit
+def _exponentials(subs, seed, position, tag, SUB: tl.constexpr):
+    """Standard exponentials of the tokens of `subs`, float32 [., SUB]."""
+    R: tl.constexpr = subs.shape[0]
+    blocks = subs[:, None] * (SUB // 4) + tl.arange(0, SUB // 4)[None, :]
+    a, b, c, d = noise_words(blocks, seed, position, tag)
+    return tl.reshape(exponential(uniform(tl.join(tl.join(a, c), tl.join(b, d)))), [R, SUB])
+
+
+@triton.jit
+def race_key(score, token, preferred):
+    """A positive integer that is larger for `preferred` entries, then for larger scores, then for lower ids."""
+    i = score.to(tl.int32, bitcast=True)
+    order = tl.where(i < 0, i ^ 0x7FFFFFFF, i).to(tl.int64) + 0x80000000
+    return (((preferred.to(tl.int64) << 32) | order) << _TOKEN_BITS) | (token.to(tl.int64) ^ _TOKEN_MASK)
+
+
+@triton.jit
+def token_of(key):
+    return ((key ^ _TOKEN_MASK) & _TOKEN_MASK).to(tl.int32)
+
+
+@triton.jit
+def race_share(
+    p_row, p_map, p_width, vocab, cutoff, row_max, inverse, log_mass, scale, greedy,
+    residual, q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, q_one_hot, x,
+    seed, position, tag, sub_max, active, first,
+    P_KIND: tl.constexpr, Q_KIND: tl.constexpr, SUB: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """(best key or 0, whether a NaN was seen) of the subtiles first..first + SHARE - 1 of target ids.
+
+    p is `p_row` by its kind; without a map and for logits only subtiles that reach the cutoff are read. Where `residual`,
+    tokens race by max(0, p - q), and by p in case that leaves none; q is one-hot at x if `q_one_hot` or `q_row` is None.
+    """
+    R: tl.constexpr = RACE_TOKENS // SUB if SUB < RACE_TOKENS else 1
+    index = first + tl.arange(0, SHARE)
+    valid = index < tl.cdiv(vocab, SUB)
+    if (P_KIND == KIND_LOGITS) and (p_map is None):
+        maxima = tl.load(sub_max + index, mask=valid, other=-INF, cache_modifier=".cg")
+        count = list_active(maxima, index, cutoff, active + first)
+    else:
+        count = list_active(tl.where(valid, 0.0, -INF), index, 0.0, active + first)
+    best = tl.zeros([], tl.int64)
+    bad = tl.zeros([], tl.int32)
+    for j in range(0, tl.cdiv(count, R)):
+        i = j * R + tl.arange(0, R)
+        subs = tl.load(active + (first + i), mask=i < count, other=0)
+        token = subs[:, None] * SUB + tl.arange(0, SUB)[None, :]
+        mask = (i < count)[:, None] & (token < vocab)
+        column, inside = column_of(token, p_map, p_width, mask)
+        z = tl.load(p_row + column, mask=inside, other=-INF).to(tl.float32)
+        if P_KIND == KIND_PROBS:
+            bad = tl.maximum(bad, tl.max(tl.max(((z != z) & inside).to(tl.int32), 1), 0))
+            log_w = log_of(z)
+        else:
+            log_w = tl.where((z >= cutoff) & (z > -INF), scaled(z, row_max, inverse), -INF)
+        preferred = tl.zeros([R, SUB], tl.int1)
+        if residual:
+            if P_KIND == KIND_PROBS:
+                p = tl.where(z > 0.0, z, 0.0)
+            else:
+                p = probability(z, cutoff, row_max, log_mass, scale)
+            q = (token == x).to(tl.float32)
+            if q_row is not None:
+                if not q_one_hot:
+                    column, inside = column_of(token, q_map, q_width, mask & (p > 0.0))
+                    y = tl.load(q_row + column, mask=inside, other=-INF).to(tl.float32)
+                    if Q_KIND == KIND_PROBS:
+                        q = tl.where(y > 0.0, y, 0.0)
+                    else:
+                        q = probability(y, q_cutoff, q_row_max, q_log_mass, q_scale)
+            preferred = p > q
+            log_w = tl.where(preferred, log_of(p - q), log_w)
+        score = log_w
+        if not greedy:
+            score = log_w - log_pos(_exponentials(subs, seed, position, tag, SUB))
+        key = tl.where(log_w > -INF, race_key(score, token, preferred), 0)
+        best = tl.maximum(best, tl.max(tl.max(key, 1), 0))
+    return best, bad
