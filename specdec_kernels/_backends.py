@@ -46,13 +46,22 @@ NATIVE_MISSING = _load_native()
 
 
 @functools.cache
-def _triton_missing() -> str | None:
-    """None if the Triton kernels can be imported, else the reason. Not before they are wanted: it takes a second."""
+def _find_triton(device_type: str) -> str | None:
+    """None if the Triton kernels can run on that device, else the reason. Not before they are wanted: it takes a second."""
+    if device_type not in ("cuda", "cpu"):
+        return f"there are no Triton kernels for device {device_type!r}"
     try:
-        importlib.import_module(".triton", __package__)
+        interpreted = importlib.import_module(".triton", __package__).INTERPRETED
     except Exception as error:
         return f"triton does not import: {error}"
+    if device_type == "cpu" and not interpreted:
+        return "CPU tensors need Triton's interpreter: TRITON_INTERPRET=1 before the first use"
     return None
+
+
+@torch.compiler.assume_constant_result  # torch.compile need not look into an import
+def _triton_missing(device_type: str) -> str | None:
+    return _find_triton(device_type)
 
 
 DEFAULT = os.environ.get("SPECDEC_BACKEND", "auto")
@@ -64,14 +73,7 @@ def unavailable_reason(backend: str, device_type: str) -> str | None:
     if backend == "eager":
         return None
     if backend == "triton":
-        if device_type not in ("cuda", "cpu"):
-            return f"there are no Triton kernels for device {device_type!r}"
-        reason = _triton_missing()
-        if reason is None and device_type == "cpu":
-            from .triton import INTERPRETED
-
-            reason = None if INTERPRETED else "CPU tensors need Triton's interpreter: TRITON_INTERPRET=1 before the import"
-        return reason
+        return _triton_missing(device_type)
     if device_type != "cpu":
         return f"there are no native kernels for device {device_type!r}"
     return NATIVE_MISSING

@@ -1,12 +1,18 @@
 """Fixtures of the op tests."""
 
+import os
+
 import pytest
 import torch
 
+# Triton decides at its decorators whether it interprets: the kernels then run on CPU tensors, in any test process.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import specdec_kernels as sk
 from specdec_kernels import _backends
+from tests import interpreter
 
-BACKENDS = ("native", "eager")
+BACKENDS = ("native", "triton", "eager")
 """Every backend that the op tests run on; one that cannot run here is skipped with its reason."""
 
 
@@ -17,6 +23,8 @@ def available(name: str) -> str:
     reason = _backends.unavailable_reason(name, "cpu")
     if reason is not None:
         pytest.skip(f"backend {name}: {reason}")
+    if name == "triton":
+        interpreter.speed_up()
     return name
 
 

@@ -119,30 +119,30 @@ def joint_law(p, q, rule) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("rule", ["token", "coupled"])
-def test_one_step_joint_law(rule, name, compiled):
-    counts, p, q = one_step(compiled, FILTERS[name], rule)
+def test_one_step_joint_law(rule, name, native):
+    counts, p, q = one_step(native, FILTERS[name], rule)
     law = joint_law(probs(p, FILTERS[name]), probs(q, FILTERS[name]), rule)
     assert abs(law.sum() - 1) < 1e-9
     assert p_value(counts, law) > PASS
 
 
-def test_one_step_with_other_draft_filters(compiled):
+def test_one_step_with_other_draft_filters(native):
     """Drafts sampled with the temperature alone, as engines often do, while the target is filtered."""
     drawn = {"temperature": 1.5}
-    counts, p, q = one_step(compiled, FILTERS["mixed"], "token", draft_filters=drawn)
+    counts, p, q = one_step(native, FILTERS["mixed"], "token", draft_filters=drawn)
     assert p_value(counts, joint_law(probs(p, FILTERS["mixed"]), probs(q, drawn), "token")) > PASS
 
 
-def test_guessed_q(compiled):
+def test_guessed_q(native):
     """Control: drafts sampled with the temperature alone, q claimed to be filtered. The bias is seen."""
     drawn = {"temperature": 1.5}
-    counts, p, q = one_step(compiled, FILTERS["mixed"], "token", draft_filters=drawn, claimed=FILTERS["mixed"])
+    counts, p, q = one_step(native, FILTERS["mixed"], "token", draft_filters=drawn, claimed=FILTERS["mixed"])
     assert p_value(counts, joint_law(probs(p, FILTERS["mixed"]), probs(q, drawn), "token")) < RED
 
 
-def test_shared_noise(compiled):
+def test_shared_noise(native):
     """Control: drafts proposed with the noise that the residual will use. The joint law is far off."""
-    counts, p, q = one_step(compiled, FILTERS["plain"], "token", stream=2)
+    counts, p, q = one_step(native, FILTERS["plain"], "token", stream=2)
     assert p_value(counts, joint_law(probs(p, FILTERS["plain"]), probs(q, FILTERS["plain"]), "token")) < RED
 
 
@@ -207,14 +207,14 @@ def texts(backend, rule, filters, advance=True, stream=None):
 
 @pytest.mark.parametrize("name", ["plain", "mixed"])
 @pytest.mark.parametrize("rule", ["token", "coupled"])
-def test_texts_over_several_steps(rule, name, compiled):
-    assert p_value(*texts(compiled, rule, FILTERS[name])) > PASS
+def test_texts_over_several_steps(rule, name, native):
+    assert p_value(*texts(native, rule, FILTERS[name])) > PASS
 
 
 @pytest.mark.parametrize("rule", ["token", "coupled"])
-def test_noise_reused_next_step(rule, compiled):
+def test_noise_reused_next_step(rule, native):
     """Control: the second step claims the first one's position and so draws the same noise."""
-    assert p_value(*texts(compiled, rule, FILTERS["plain"], advance=False)) < RED
+    assert p_value(*texts(native, rule, FILTERS["plain"], advance=False)) < RED
 
 
 # --- a real vocabulary --------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_noise_reused_next_step(rule, compiled):
 @pytest.mark.parametrize(
     "filters", [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95}, {"top_k": 500}], ids=str
 )
-def test_first_token_at_32000(filters, compiled):
+def test_first_token_at_32000(filters, native):
     """The first emitted token's marginal is p's, through rejections and acceptances; one row of p and q serves all."""
     vocab, batch = 32000, 20000
     p_row = 1.3 * make_rows("lm", 1, vocab, seed=5) / 3
@@ -232,7 +232,7 @@ def test_first_token_at_32000(filters, compiled):
     position = torch.zeros(batch, dtype=torch.int64)
     ids = torch.zeros(batch, dtype=torch.int64)
     drafted = sk.sample(
-        q_row.expand(batch, vocab), params, position, stream=0, ids=ids, return_nucleus=True, backend=compiled
+        q_row.expand(batch, vocab), params, position, stream=0, ids=ids, return_nucleus=True, backend=native
     )
     out = sk.verify_chain(
         p_row.expand(2 * batch, vocab),
@@ -246,7 +246,7 @@ def test_first_token_at_32000(filters, compiled):
         draft_nucleus=drafted.nucleus,
         emit_bonus=False,
         max_draft=1,
-        backend=compiled,
+        backend=native,
     )
     accepted = out.num_accepted.double().mean()
     p, q = (python_ref.filter_probs(row, replace(params)).squeeze(0) for row in (p_row, q_row))

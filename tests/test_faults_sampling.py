@@ -180,10 +180,10 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (ta
 """
 
 
-def test_fp32_copy_oom(compiled):
+def test_fp32_copy_oom(native):
     """The memory that a call adds is a small part of what a float32 copy of its logits would be."""
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY_PROGRAM, compiled, "96", "100000"],
+        [sys.executable, "-c", MEMORY_PROGRAM, native, "96", "100000"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -11,12 +11,17 @@ import triton
 from torch import Tensor
 
 from .._checks import fail
-from ._row import CANDIDATES, TILE
+from ._row import CANDIDATES
 
 WARPS = 8
+TILE = 4096
+"""Tokens that are worth a program of their own."""
 OPTIONS = {
     "num_warps": WARPS,
     "num_stages": 1,
+    # Two blocks of eight warps on a multiprocessor, a tile each in flight and one ahead. Left alone, the assembler takes
+    # up to 128 registers, and spills.
+    "maxnreg": 96,
     # Multiplications stay apart from additions: the bits of the shared formulas do not depend on the backend.
     "enable_fp_fusion": False,
 }
@@ -26,12 +31,12 @@ MAX_SPLITS = 32
 
 def subtile_of(vocab: int) -> int:
     """Tokens of a subtile: 128 (one load of a warp covers whole subtiles), more where a row would have over 4,096."""
-    return min(max(128, triton.next_power_of_2(triton.cdiv(vocab, 4096))), TILE.value)
+    return min(max(128, triton.next_power_of_2(triton.cdiv(vocab, 4096))), TILE)
 
 
 def maxima_of(vocab: int) -> int:
     """Subtiles of a row, to a power of two, of whole tiles."""
-    return triton.next_power_of_2(triton.cdiv(vocab, TILE.value)) * (TILE.value // subtile_of(vocab))
+    return triton.next_power_of_2(triton.cdiv(vocab, TILE)) * (TILE // subtile_of(vocab))
 
 
 @functools.cache
@@ -39,16 +44,24 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def most_splits(vocab: int) -> int:
+    """Programs that a row has work for, a power of two: a tile each."""
+    return min(triton.next_power_of_2(triton.cdiv(vocab, TILE)), MAX_SPLITS)
+
+
 def scan_splits(rows: int, vocab: int, device: torch.device) -> int:
-    """Programs per row of a scan: enough for four on every multiprocessor, a tile each at least."""
-    wanted = triton.cdiv(4 * _processors(device), max(rows, 1))
-    return min(triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(vocab, TILE.value)), MAX_SPLITS)
+    """Programs per row of a scan: until there are four for every multiprocessor."""
+    return _splits(4, rows, vocab, device)
 
 
 def race_splits(rows: int, vocab: int, device: torch.device) -> int:
-    """Programs per row of a race: a language model's row keeps them all busy only if it is flat."""
-    wanted = triton.cdiv(2 * _processors(device), max(rows, 1))
-    return min(triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(vocab, TILE.value)), MAX_SPLITS)
+    """Programs per row of a race: until there are two for every multiprocessor. Only a flat row keeps them busy."""
+    return _splits(2, rows, vocab, device)
+
+
+def _splits(per_processor: int, rows: int, vocab: int, device: torch.device) -> int:
+    wanted = triton.cdiv(per_processor * _processors(device), max(rows, 1))
+    return min(triton.next_power_of_2(wanted), most_splits(vocab))
 
 
 def check_vocab(op: str, vocab: int) -> None:
@@ -57,8 +70,8 @@ def check_vocab(op: str, vocab: int) -> None:
 
 
 class Workspace:
-    """What the programs of a call leave for each other. Per scanned row its subtiles' maxima and masses, a list of subtiles
-    and candidates, 4 * (3 * subtiles + 1,024) bytes; `found`, 32-bit results; and 64-bit counters, zero between calls."""
+    """What the programs of a call leave for each other: `space`, per scanned row its subtiles' maxima and masses, a list of
+    subtiles and candidates, 4 * (3 * subtiles + 1,024) bytes; results of 32 bits; 64-bit counters, zero between calls."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -67,10 +80,7 @@ class Workspace:
         self.counters = torch.empty(0)
 
     def take(self, rows: int, maxima: int, counters: dict[str, int], found: dict[str, int]) -> dict[str, Tensor]:
-        sizes = {
-            "sub_max": rows * maxima, "sub_sum": rows * maxima, "active": rows * maxima,
-            "values": rows * CANDIDATES.value, **found,
-        }  # fmt: skip
+        sizes = {"space": rows * (3 * maxima + CANDIDATES.value), **found}
         if self.scratch.numel() < sum(sizes.values()):
             size = triton.next_power_of_2(sum(sizes.values()))
             self.scratch = torch.empty(size, dtype=torch.float32, device=self.device)
@@ -81,7 +91,7 @@ class Workspace:
         return {name: t.view(torch.int32) if name in INTEGERS else t for name, t in taken.items()}
 
 
-INTEGERS = ("active", "row_status", "row_token", "peak")
+INTEGERS = ("row_status", "row_token", "peak")
 
 
 def _cut(buffer: Tensor, sizes: dict[str, int]) -> dict[str, Tensor]:

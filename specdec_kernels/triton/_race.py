@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ._numerics import INF, LEAST_NORMAL, LOG2E, exp2_neg, exponential, log_pos, noise_words, uniform
-from ._row import list_active
+from ._row import list_active, listed
 
 RACE_TOKENS = tl.constexpr(1024)  # raced at once
 KIND_LOGITS = tl.constexpr(0)
@@ -85,8 +85,8 @@ def token_of(key):
 def race_share(
     p_row, p_map, p_width, vocab, cutoff, row_max, inverse, log_mass, scale, greedy,
     residual, q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, q_one_hot, x,
-    seed, position, tag, sub_max, active, first,
-    P_KIND: tl.constexpr, Q_KIND: tl.constexpr, SUB: tl.constexpr, SHARE: tl.constexpr,
+    seed, position, tag, space, first,
+    P_KIND: tl.constexpr, Q_KIND: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """(best key or 0, whether a NaN was seen) of the subtiles first..first + SHARE - 1 of target ids.
 
@@ -94,18 +94,19 @@ def race_share(
     tokens race by max(0, p - q), and by p in case that leaves none; q is one-hot at x if `q_one_hot` or `q_row` is None.
     """
     R: tl.constexpr = RACE_TOKENS // SUB if SUB < RACE_TOKENS else 1
+    active = space + 2 * MAXIMA + first  # each program lists its share
     index = first + tl.arange(0, SHARE)
     valid = index < tl.cdiv(vocab, SUB)
     if (P_KIND == KIND_LOGITS) and (p_map is None):
-        maxima = tl.load(sub_max + index, mask=valid, other=-INF, cache_modifier=".cg")
-        count = list_active(maxima, index, cutoff, active + first)
+        maxima = tl.load(space + index, mask=valid, other=-INF, cache_modifier=".cg")
+        count = list_active(maxima, index, cutoff, active)
     else:
-        count = list_active(tl.where(valid, 0.0, -INF), index, 0.0, active + first)
+        count = list_active(tl.where(valid, 0.0, -INF), index, 0.0, active)
     best = tl.zeros([], tl.int64)
     bad = tl.zeros([], tl.int32)
     for j in range(0, tl.cdiv(count, R)):
         i = j * R + tl.arange(0, R)
-        subs = tl.load(active + (first + i), mask=i < count, other=0)
+        subs = listed(active, i, count)
         token = subs[:, None] * SUB + tl.arange(0, SUB)[None, :]
         mask = (i < count)[:, None] & (token < vocab)
         column, inside = column_of(token, p_map, p_width, mask)

@@ -1,7 +1,7 @@
 """Device functions: one row of logits to its nucleus.
 
-A row is cut into tiles of 4,096 tokens and subtiles of 128 (more for vocabularies past half a million). The scan reads the
-row once and keeps each subtile's maximum and mass, both within a warp. The maxima bound the cutoff from below, so the
+A row is cut into subtiles of 128 tokens (more for vocabularies past half a million). The scan reads it once and keeps each
+subtile's maximum and mass, both within a warp. The maxima bound the cutoff from below, so the
 search reads only the subtiles that reach the bound again: about ten of a language model's row, all of a flat one.
 
 The search halves an interval of values between two of the row's own until they meet. What it depends on is summed by one
@@ -13,7 +13,8 @@ import triton.language as tl
 
 from ._numerics import INF, LEAST_FINITE, LEAST_NORMAL, LOG2E, log_pos
 
-TILE = tl.constexpr(4096)
+SCAN_BITS = tl.constexpr(65536)  # a scan takes 8 KB of a row at once
+LOOK = tl.constexpr(1024)  # tokens of a second look at once
 CANDIDATES = tl.constexpr(1024)  # values that a search keeps in registers
 GREEDY_BELOW = tl.constexpr(1e-5)
 ORDER_JOINT = tl.constexpr(2)
@@ -49,53 +50,55 @@ def temperature_of(pointer):
 
 @triton.jit
 def weight(z, row_max, scale):
-    """exp((z - row_max) / T): 1 at the maximum (+inf included), 0 for -inf."""
+    """exp((z - row_max) / T): 1 at the maximum (+inf included), 0 for -inf. A scale of 0 counts the finite values."""
     return tl.where(z == row_max, 1.0, tl.where(z > -INF, tl.exp2((z - row_max) * scale), 0.0))
 
 
+@triton.constexpr_function
+def tile_of(row):
+    """Tokens that a scan of logits at this pointer takes at once."""
+    return SCAN_BITS // row.dtype.element_ty.primitive_bitwidth
+
+
 @triton.jit
-def _scan_tile(x, mask, subtile, scale, with_mass, bad, sub_max, sub_sum):
+def _scan_tile(x, mask, subtile, scale, with_mass, bad, space, MAXIMA: tl.constexpr):
     x = x.to(tl.float32)
-    bad = bad | ((x != x) & mask)
+    bad = bad | ((x != x) & mask).to(tl.int32)
     z = tl.where((x == x) & mask, x, -INF)
     m = tl.max(z, 1)
-    tl.store(sub_max + subtile, m)
+    tl.store(space + subtile, m)
     if with_mass:
         top = tl.where(m > -INF, m, 0.0)[:, None]
-        tl.store(sub_sum + subtile, tl.sum(tl.where(z == top, 1.0, tl.exp2((z - top) * scale)), 1))
+        tl.store(space + (MAXIMA + subtile), tl.sum(tl.where(z == top, 1.0, tl.exp2((z - top) * scale)), 1))
     return bad
 
 
 @triton.jit
-def scan(row, V, first, last, scale, with_mass, sub_max, sub_sum, SUB: tl.constexpr):
-    """Tiles first..last - 1 of a row of V logits to the maxima and masses of their subtiles; 1 if a NaN was seen, else 0."""
+def scan_share(row, V, split, splits, scale, with_mass, space, SUB: tl.constexpr, MAXIMA: tl.constexpr):
+    """Part `split` of `splits` of a row of V logits to the maxima and masses of its subtiles; 1 if a NaN was seen, else 0."""
+    TILE: tl.constexpr = tile_of(row)
     SUBS: tl.constexpr = TILE // SUB
+    tiles = tl.cdiv(V, TILE)
+    share = tl.cdiv(tiles, splits)
+    first = split * share
+    last = tl.minimum(first + share, tiles)
     sub = tl.arange(0, SUBS)
     offset = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
     full = V // TILE
     stop = tl.minimum(last, full)
-    bad = tl.zeros([SUBS, SUB], tl.int1)
+    bad = tl.zeros([SUBS, SUB], tl.int32)
     everything = tl.full([SUBS, SUB], True, tl.int1)
     # One tile ahead: its load is under way while this one is reduced. Whole tiles need no mask, which keeps loads wide.
     ahead = tl.load(row + (first * TILE + offset), mask=everything & (first < stop), other=0.0)
     for t in range(first, stop):
         x = ahead
         ahead = tl.load(row + ((t + 1) * TILE + offset), mask=everything & (t + 1 < stop), other=0.0)
-        bad = _scan_tile(x, everything, t * SUBS + sub, scale, with_mass, bad, sub_max, sub_sum)
+        bad = _scan_tile(x, everything, t * SUBS + sub, scale, with_mass, bad, space, MAXIMA)
     if (first <= full) & (full < last):
         mask = full * TILE + offset < V
         x = tl.load(row + (full * TILE + offset), mask=mask, other=0.0)
-        bad = _scan_tile(x, mask, full * SUBS + sub, scale, with_mass, bad, sub_max, sub_sum)
-    return tl.max(tl.max(bad.to(tl.int32), 1), 0)
-
-
-@triton.jit
-def scan_share(row, V, split, splits, scale, with_mass, sub_max, sub_sum, SUB: tl.constexpr):
-    """The part of program `split` of `splits`."""
-    tiles = tl.cdiv(V, TILE)
-    share = tl.cdiv(tiles, splits)
-    first = split * share
-    return scan(row, V, first, tl.minimum(first + share, tiles), scale, with_mass, sub_max, sub_sum, SUB)
+        bad = _scan_tile(x, mask, full * SUBS + sub, scale, with_mass, bad, space, MAXIMA)
+    return tl.max(tl.max(bad, 1), 0)
 
 
 @triton.jit
@@ -108,24 +111,38 @@ def finished_scan(done, nan, splits):
 
 
 @triton.jit
+def load_maxima(space, vocab, SUB: tl.constexpr, MAXIMA: tl.constexpr):
+    index = tl.arange(0, MAXIMA)
+    return tl.load(space + index, mask=index < tl.cdiv(vocab, SUB), other=-INF, cache_modifier=".cg")
+
+
+@triton.jit
 def list_active(maxima, index, low, active):
     """Subtiles `index` whose maximum reaches `low`, in order, to `active`; returns how many."""
     hit = (maxima >= low) & (maxima > -INF)
     place = tl.cumsum(hit.to(tl.int32), 0)
     tl.debug_barrier()  # a list that was there before has been read
-    tl.store(active + (place - 1), index, mask=hit)
+    tl.store(active + (place - 1), index.to(tl.float32, bitcast=True), mask=hit)
     tl.debug_barrier()  # other warps read it
     return tl.max(place, 0)
 
 
 @triton.jit
-def _block(row, V, other, W, is_other, active, count, j, SUB: tl.constexpr):
-    """The j-th tile's worth of the row's `count` active subtiles, NaN and what is missing as -inf. The row is `row`
-    [V], or `other` [W] where `is_other` says so (None: there is none)."""
-    SUBS: tl.constexpr = TILE // SUB
+def listed(active, index, count):
+    """Entries `index` of a list of `count` subtiles, 0 past its end. The workspace holds floats, so it holds their bits."""
+    return tl.load(active + index, mask=index < count, other=0.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _block(source, active, count, j, SUB: tl.constexpr):
+    """The j-th thousand tokens or so of a row's `count` active subtiles, NaN and what is missing as -inf.
+
+    `source` is (row, V, other, W, is_other): the row is `row` [V], or where is_other says so `other` [W], if not None.
+    """
+    row, V, other, W, is_other = source
+    SUBS: tl.constexpr = LOOK // SUB if SUB < LOOK else 1
     index = j * SUBS + tl.arange(0, SUBS)
-    sub = tl.load(active + index, mask=index < count, other=0)
-    offset = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    offset = listed(active, index, count)[:, None] * SUB + tl.arange(0, SUB)[None, :]
     inside = (index < count)[:, None]
     if other is None:
         x = tl.load(row + offset, mask=inside & (offset < V), other=-INF).to(tl.float32)
@@ -153,32 +170,32 @@ def _largest(x):
 
 
 @triton.jit
-def _measure(row, V, other, W, is_other, active, count, at, top, row_max, scale, unit, SUB: tl.constexpr):
-    """Of the active values: the weight of those >= at, how many of them are <= top, their least, the largest of the rest."""
-    mass = tl.zeros([], tl.float64)
-    number = tl.zeros([], tl.int32)
-    least = tl.zeros([], tl.float32) + INF
-    below = tl.zeros([], tl.float32) - INF
-    for j in range(0, tl.cdiv(count, TILE // SUB)):
-        x = _block(row, V, other, W, is_other, active, count, j, SUB)
+def _measure(source, active, count, at, top, row_max, scale, SUB: tl.constexpr):
+    """Of the active values: the weight of those >= at, how many of them are <= top, their least, the largest of the rest.
+    Lane by lane over the blocks, then over the lanes: a pairwise sum, whose error stays at some 2^-24."""
+    SUBS: tl.constexpr = LOOK // SUB if SUB < LOOK else 1
+    mass = tl.zeros([SUBS, SUB], tl.float32)
+    number = tl.zeros([SUBS, SUB], tl.int32)
+    least = tl.zeros([SUBS, SUB], tl.float32) + INF
+    below = tl.zeros([SUBS, SUB], tl.float32) - INF
+    for j in range(0, tl.cdiv(count, SUBS)):
+        x = _block(source, active, count, j, SUB)
         hit = x >= at
-        mass += _sum(tl.where(hit, tl.where(unit, 1.0, weight(x, row_max, scale)), 0.0)).to(tl.float64)
-        number += _sum((hit & (x <= top)).to(tl.int32))
-        least = tl.minimum(least, _least(tl.where(hit, x, INF)))
-        below = tl.maximum(below, _largest(tl.where(hit, -INF, x)))
-    return mass, number, least, below
+        mass += tl.where(hit, weight(x, row_max, scale), 0.0)
+        number += (hit & (x <= top)).to(tl.int32)
+        least = tl.minimum(least, tl.where(hit, x, INF))
+        below = tl.maximum(below, tl.where(hit, -INF, x))
+    return _sum(mass), _sum(number), _least(least), _largest(below)
 
 
 @triton.jit
-def _collect(row, V, other, W, is_other, active, count, low, top, row_max, scale, unit, values, SUB: tl.constexpr):
-    """The active values in [low, top], in order, to `values` as far as there is room; how many there are, the least, and
-    the weight of the values above `top`."""
+def _collect(source, active, count, low, top, values, SUB: tl.constexpr):
+    """The active values in [low, top], in order, to `values` as far as there is room; how many there are, the least."""
     number = tl.zeros([], tl.int32)
     least = tl.zeros([], tl.float32) + INF
-    above = tl.zeros([], tl.float64)
     tl.debug_barrier()  # values that were there before have been read
-    for j in range(0, tl.cdiv(count, TILE // SUB)):
-        x = _block(row, V, other, W, is_other, active, count, j, SUB)
+    for j in range(0, tl.cdiv(count, LOOK // SUB if SUB < LOOK else 1)):
+        x = _block(source, active, count, j, SUB)
         hit = (x >= low) & (x <= top)
         within = tl.cumsum(hit.to(tl.int32), 1)
         each = tl.max(within, 1)
@@ -186,25 +203,15 @@ def _collect(row, V, other, W, is_other, active, count, low, top, row_max, scale
         tl.store(values + place, x, mask=hit & (place < CANDIDATES))
         number += tl.sum(each, 0)
         least = tl.minimum(least, _least(tl.where(hit, x, INF)))
-        above += _sum(tl.where(x > top, tl.where(unit, 1.0, weight(x, row_max, scale)), 0.0)).to(tl.float64)
     tl.debug_barrier()  # other warps read them
-    return number, least, above
+    return number, least
 
 
 @triton.jit
-def _key(x):
-    """An integer that is ordered as the float32 x is."""
-    i = x.to(tl.int32, bitcast=True)
-    return tl.where(i < 0, i ^ 0x7FFFFFFF, i).to(tl.int64)
-
-
-@triton.jit
-def _between(a, c, passes):
-    """A number in (a, c]: halfway by value, and where that takes long, by rank among the floats, which ends."""
+def _between(a, c):
+    """A number in (a, c]. Halving by value ends: 277 times lead from the largest float's range to the smallest gap, and
+    a search moves to the row's own values each time, which takes some ten."""
     mid = a * 0.5 + c * 0.5
-    if passes >= 24:
-        k = (_key(a) + (_key(c) - _key(a) + 1) // 2).to(tl.int32)
-        mid = tl.where(k < 0, k ^ 0x7FFFFFFF, k).to(tl.float32, bitcast=True)
     return tl.where(mid > a, mid, c)
 
 
@@ -212,63 +219,56 @@ def _between(a, c, passes):
 def _search(x, w, a, c, above, goal):
     """Largest value in [a, c] of the block `x` for which above + (weight of values >= it) >= goal; a if there is none.
     a and c are values of x, what of x is above c has no weight."""
-    passes = 0
     while a < c:
-        mid = _between(a, c, passes)
+        mid = _between(a, c)
         hit = x >= mid
-        if above + tl.sum(tl.where(hit, w, 0.0), 0).to(tl.float64) >= goal:
+        if above + tl.sum(tl.where(hit, w, 0.0), 0) >= goal:
             a = tl.min(tl.where(hit, x, INF), 0)
         else:
             c = tl.max(tl.where(hit, -INF, x), 0)
-        passes += 1
     return a
 
 
 @triton.jit
 def _threshold(
-    row, V, other, W, is_other, active, count, goal, low, row_max, scale, unit, values, SUB: tl.constexpr
-):  # fmt: skip
+    source, active, count, goal, low, row_max, scale, values, SUB: tl.constexpr
+):
     """Largest value >= low whose upper set weighs at least `goal`. `low` is known not to be above it; where rounding says
     that no value gets there, the least is meant, but a count that is not reached gives -inf."""
     c = row_max
-    number, a, above = _collect(
-        row, V, other, W, is_other, active, count, low, c, row_max, scale, unit, values, SUB
-    )  # fmt: skip
-    missed = unit & (number < goal)
+    above = tl.zeros([], tl.float32)  # weight of the values above c
+    number, a = _collect(source, active, count, low, c, values, SUB)
+    missed = (scale == 0.0) & (number < goal)
     if number > CANDIDATES:
-        passes = 0
         while (number > CANDIDATES) & (a < c):
-            mid = _between(a, c, passes)
+            mid = _between(a, c)
             mass, upper, least, below = _measure(
-                row, V, other, W, is_other, active, count, mid, c, row_max, scale, unit, SUB
+                source, active, count, mid, c, row_max, scale, SUB
             )  # fmt: skip
             if mass >= goal:
                 a = least
                 number = upper
             else:
                 c = below
+                above = mass
                 number -= upper
-            passes += 1
-        number, a, above = _collect(
-            row, V, other, W, is_other, active, count, a, c, row_max, scale, unit, values, SUB
-        )  # fmt: skip
+        number, a = _collect(source, active, count, a, c, values, SUB)
     index = tl.arange(0, CANDIDATES)
     x = tl.load(values + index, mask=index < number, other=-INF)
-    w = tl.where(x > -INF, tl.where(unit, 1.0, weight(x, row_max, scale)), 0.0)
+    w = weight(x, row_max, scale)
     a = _search(x, w, a, c, above, goal)
     return tl.where(missed, -INF, a)
 
 
 @triton.jit
 def nucleus_of(
-    row, V, other, W, is_other, vocab, greedy, scale, top_p, top_k, min_p, sub_max, sub_sum, active, values,
+    source, vocab, greedy, scale, top_p, top_k, min_p, space,
     ORDER: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
-    """(cutoff, row_max, log_mass) of a row of `vocab` logits that `scan` has been over: `row` [V], or `other` [W] if
-    `is_other`. MAXIMA: its subtiles, to a power of two."""
-    index = tl.arange(0, MAXIMA)
-    valid = index < tl.cdiv(vocab, SUB)
-    maxima = tl.load(sub_max + index, mask=valid, other=-INF, cache_modifier=".cg")
+    """(cutoff, row_max, log_mass) of a row of `vocab` logits (`source`: see _block) that `scan_share` has been over.
+
+    `space` is the row's workspace: MAXIMA maxima, as many masses and list entries, CANDIDATES values."""
+    maxima = load_maxima(space, vocab, SUB, MAXIMA)
     row_max = tl.max(maxima, 0)
     cutoff = row_max
     log_mass = tl.zeros([], tl.float32)
@@ -276,16 +276,16 @@ def nucleus_of(
         cutoff = -row_max
         log_mass = row_max
     elif not greedy:
-        sums = tl.load(sub_sum + index, mask=valid, other=0.0, cache_modifier=".cg")
-        weights = weight(maxima, row_max, scale)
-        total = tl.sum(sums * weights, 0)
+        index = tl.arange(0, MAXIMA)
+        sums = tl.load(space + (MAXIMA + index), mask=index < tl.cdiv(vocab, SUB), other=0.0, cache_modifier=".cg")
+        total = tl.sum(sums * weight(maxima, row_max, scale), 0)
         has_k = (top_k > 0) & (top_k < vocab)
         has_p = top_p < 1.0
         has_m = min_p > 0.0
         if (has_k | has_p | has_m) & (row_max < INF):
             cutoff, mass = _filtered(
-                row, V, other, W, is_other, vocab, row_max, scale, total.to(tl.float64), top_p, top_k, min_p,
-                has_k, has_p, has_m, maxima, weights, index, active, values, ORDER, SUB,
+                source, vocab, row_max, scale, total, top_p, top_k, min_p,
+                has_k, has_p, has_m, space, ORDER, SUB, MAXIMA,
             )  # fmt: skip
             log_mass = log_pos(mass)
         else:
@@ -296,10 +296,12 @@ def nucleus_of(
 
 @triton.jit
 def _filtered(
-    row, V, other, W, is_other, vocab, row_max, scale, total, top_p, top_k, min_p, has_k, has_p, has_m,
-    maxima, weights, index, active, values, ORDER: tl.constexpr, SUB: tl.constexpr,
+    source, vocab, row_max, scale, total, top_p, top_k, min_p, has_k, has_p, has_m,
+    space, ORDER: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """(cutoff, mass) of a finite row under at least one filter."""
+    active = space + 2 * MAXIMA
+    values = space + 3 * MAXIMA
     slack = 1e-6 * tl.abs(row_max)
     count = tl.zeros([], tl.int32)
     min_p_at = tl.zeros([], tl.float32) - INF
@@ -307,60 +309,62 @@ def _filtered(
         log2_min_p = log_pos(tl.minimum(tl.maximum(min_p, LEAST_NORMAL), 1.0)) * LOG2E
         offset = tl.div_rn(log2_min_p, scale)
         low = row_max + offset - (1e-5 * tl.abs(offset) + slack + 1e-30)
-        count = list_active(maxima, index, low, active)
+        count = list_active(load_maxima(space, vocab, SUB, MAXIMA), tl.arange(0, MAXIMA), low, active)
         min_p_at = row_max
-        for j in range(0, tl.cdiv(count, TILE // SUB)):
-            x = _block(row, V, other, W, is_other, active, count, j, SUB)
+        for j in range(0, tl.cdiv(count, LOOK // SUB if SUB < LOOK else 1)):
+            x = _block(source, active, count, j, SUB)
             min_p_at = tl.minimum(min_p_at, _least(tl.where((x - row_max) * scale >= log2_min_p, x, INF)))
 
     cutoff = tl.zeros([], tl.float32) - INF
-    for stage in range(2):  # top-k, then top-p: a loop keeps the search in the program once
-        unit = stage == 0
-        if (unit & has_k) | ((stage == 1) & has_p):
-            goal = top_k.to(tl.float64)
-            low = tl.zeros([], tl.float32) + LEAST_FINITE
-            if stage == 1:
-                base = cutoff
-                if ORDER == ORDER_VLLM:
-                    base = tl.maximum(cutoff, min_p_at)
-                if ORDER == ORDER_JOINT:
-                    base = tl.zeros([], tl.float32) - INF
-                share = tl.maximum(top_p, 0.0).to(tl.float64)
-                goal = share * total
-                if base > -INF:
-                    mass, _, _, _ = _measure(
-                        row, V, other, W, is_other, active, count, base, row_max, row_max, scale, False, SUB
-                    )  # fmt: skip
-                    goal = share * mass
-                    low = base
-                elif total - goal > 1e-5 * total:
-                    # Tokens below this cannot hold what top-p leaves out.
-                    t = log_pos(((total - goal) / vocab).to(tl.float32)) * LOG2E
-                    low = tl.maximum(low, row_max + tl.div_rn(t * 1.0001 - 0.01, scale) - slack)
-            # The maxima alone hold no more than the row: where they reach the goal, so does the row.
-            w = tl.where(maxima > -INF, tl.where(unit, 1.0, weights), 0.0)
-            enough = tl.where(unit, goal, goal * 1.00001)
-            if tl.sum(w, 0) >= enough:
-                least = tl.min(tl.where(maxima > -INF, maxima, INF), 0)
-                none = tl.zeros([], tl.float64)
-                low = tl.maximum(low, _search(maxima, w, least, row_max, none, enough))
-            count = list_active(maxima, index, low, active)
-            cutoff = tl.maximum(cutoff, _threshold(
-                row, V, other, W, is_other, active, count, goal, low, row_max, scale, unit, values, SUB
-            ))  # fmt: skip
+    # Top-k (bit 0), then top-p (bit 1), in one loop that no compiler takes apart: the search is in the program once.
+    todo = tl.where(has_k, 1, 0) | tl.where(has_p, 2, 0)
+    while todo > 0:
+        unit = (todo & 1) == 1
+        todo -= tl.where(unit, 1, 2)
+        in_scale = tl.where(unit, 0.0, scale)
+        goal = top_k.to(tl.float32)
+        low = tl.zeros([], tl.float32) + LEAST_FINITE
+        if not unit:
+            base = cutoff
+            if ORDER == ORDER_VLLM:
+                base = tl.maximum(cutoff, min_p_at)
+            if ORDER == ORDER_JOINT:
+                base = tl.zeros([], tl.float32) - INF
+            share = tl.maximum(top_p, 0.0)
+            goal = share * total
+            if base > -INF:
+                mass, _, _, _ = _measure(
+                    source, active, count, base, row_max, row_max, scale, SUB
+                )  # fmt: skip
+                goal = share * mass
+                low = base
+            elif 1.0 - share > 1e-4:
+                # Tokens below this cannot hold what top-p leaves out.
+                t = log_pos(tl.div_rn((1.0 - share) * total, vocab.to(tl.float32))) * LOG2E
+                low = tl.maximum(low, row_max + tl.div_rn(t * 1.0001 - 0.05, scale) - slack)
+        # The maxima alone hold no more than the row: where they reach the goal, so does the row.
+        maxima = load_maxima(space, vocab, SUB, MAXIMA)
+        w = weight(maxima, row_max, in_scale)
+        enough = tl.where(unit, goal, goal * 1.00001)
+        if tl.sum(w, 0) >= enough:
+            least = tl.min(tl.where(maxima > -INF, maxima, INF), 0)
+            low = tl.maximum(low, _search(maxima, w, least, row_max, 0.0, enough))
+        count = list_active(maxima, tl.arange(0, MAXIMA), low, active)
+        cutoff = tl.maximum(cutoff, _threshold(
+            source, active, count, goal, low, row_max, in_scale, values, SUB
+        ))  # fmt: skip
     cutoff = tl.maximum(cutoff, min_p_at)
     mass, _, _, _ = _measure(
-        row, V, other, W, is_other, active, count, tl.maximum(cutoff, LEAST_FINITE), row_max, row_max, scale, False, SUB
+        source, active, count, tl.maximum(cutoff, LEAST_FINITE), row_max, row_max, scale, SUB
     )  # fmt: skip
-    return cutoff, mass.to(tl.float32)
+    return cutoff, mass
 
 
 @triton.jit
-def first_maximum(row, V, row_max, sub_max, SUB: tl.constexpr, MAXIMA: tl.constexpr):
+def first_maximum(row, V, row_max, space, SUB: tl.constexpr, MAXIMA: tl.constexpr):
     """Lowest id whose logit is `row_max`."""
-    index = tl.arange(0, MAXIMA)
-    maxima = tl.load(sub_max + index, mask=index < tl.cdiv(V, SUB), other=-INF, cache_modifier=".cg")
-    sub = tl.min(tl.where(maxima == row_max, index, MAXIMA - 1), 0)
+    maxima = load_maxima(space, V, SUB, MAXIMA)
+    sub = tl.min(tl.where(maxima == row_max, tl.arange(0, MAXIMA), MAXIMA - 1), 0)
     token = sub * SUB + tl.arange(0, SUB)
     x = tl.load(row + token, mask=token < V, other=-INF).to(tl.float32)
     return tl.min(tl.where(x == row_max, token, 0x7FFFFFFF), 0)

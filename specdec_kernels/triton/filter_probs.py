@@ -3,17 +3,17 @@
 import triton
 import triton.language as tl
 
-from ._launch import OPTIONS, check_vocab, maxima_of, subtile_of, workspace
+from ._launch import OPTIONS, TILE, check_vocab, maxima_of, subtile_of, workspace
 from ._numerics import INF
 from ._race import probability
-from ._row import TILE, slot_of, temperature_of
+from ._row import CANDIDATES, slot_of, temperature_of
 from .nucleus import launch_nucleus
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_params", "tiles"])
 def filter_probs_kernel(
-    logits, stride, V, temperature, slots, num_slots, num_params, rows, cutoff, row_max, log_mass, peak, probs, sub_max,
-    tiles, SUB: tl.constexpr, MAXIMA: tl.constexpr,
+    logits, stride, V, temperature, slots, num_slots, num_params, rows, cutoff, row_max, log_mass, peak, probs, space,
+    tiles, TILE: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """Program n * tiles + t writes tile t of row n.
 
@@ -32,7 +32,7 @@ def filter_probs_kernel(
         if m > -INF:
             p = (token == tl.load(peak + n)).to(tl.float32)
     else:
-        reached = tl.load(sub_max + n * MAXIMA + sub, mask=sub * SUB < V, other=-INF) >= c
+        reached = tl.load(space + n * (3 * MAXIMA + CANDIDATES) + sub, mask=sub * SUB < V, other=-INF) >= c
         z = tl.load(logits + n * stride + token, mask=reached[:, None] & (token < V), other=-INF).to(tl.float32)
         p = probability(z, c, m, mass, scale)
     tl.store(probs + n * V + token, p, mask=token < V)
@@ -41,7 +41,7 @@ def filter_probs_kernel(
 def filter_probs(logits, temperature, top_p, top_k, min_p, slots, rows, filter_order, probs, status) -> None:
     N, V = logits.shape
     check_vocab("filter_probs", V)
-    maxima, SUB, tiles = maxima_of(V), subtile_of(V), triton.cdiv(V, TILE.value)
+    maxima, SUB, tiles = maxima_of(V), subtile_of(V), triton.cdiv(V, TILE)
     found = {"cutoff": N, "row_max": N, "log_mass": N, "peak": N}
     with workspace(N, maxima, {"done": N}, logits.device, **found) as scratch:
         launch_nucleus(
@@ -50,6 +50,6 @@ def filter_probs(logits, temperature, top_p, top_k, min_p, slots, rows, filter_o
         )  # fmt: skip
         filter_probs_kernel[(N * tiles,)](
             logits, logits.stride(0), V, temperature, slots, 0 if slots is None else slots.shape[0],
-            temperature.shape[0], rows, *(scratch[name] for name in found), probs, scratch["sub_max"], tiles,
-            SUB=SUB, MAXIMA=maxima, **OPTIONS,
+            temperature.shape[0], rows, *(scratch[name] for name in found), probs, scratch["space"], tiles,
+            TILE=TILE, SUB=SUB, MAXIMA=maxima, **OPTIONS,
         )  # fmt: skip

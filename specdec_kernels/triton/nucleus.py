@@ -21,7 +21,7 @@ from ._row import (
 @triton.jit(do_not_specialize=["splits", "num_slots", "num_params"])
 def nucleus_kernel(
     logits, stride, V, temperature, top_p, top_k, min_p, slots, num_slots, num_params, rows,
-    cutoff, row_max, log_mass, status, peak, sub_max, sub_sum, active, values, done, splits,
+    cutoff, row_max, log_mass, status, peak, space, done, splits,
     ORDER: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """Program n * splits + s scans the s-th part of row n; the last of a row's programs to be done finds its nucleus.
@@ -35,16 +35,14 @@ def nucleus_kernel(
     slot = slot_of(n, rows, slots, num_slots, num_params)
     greedy, _, scale = temperature_of(temperature + slot)
     row = logits + n * stride
-    sub_max += n * MAXIMA
-    sub_sum += n * MAXIMA
-    nan = scan_share(row, V, split, splits, scale, not greedy, sub_max, sub_sum, SUB)
+    space += n * (3 * MAXIMA + CANDIDATES)
+    nan = scan_share(row, V, split, splits, scale, not greedy, space, SUB, MAXIMA)
     seen, last = finished_scan(done + n, nan, splits)
     if not last:
         return
     c, m, mass = nucleus_of(
-        row, V, None, 0, False, V, greedy, scale,
-        tl.load(top_p + slot), tl.load(top_k + slot), tl.load(min_p + slot),
-        sub_max, sub_sum, active + n * MAXIMA, values + n * CANDIDATES, ORDER, SUB, MAXIMA,
+        (row, V, None, 0, False), V, greedy, scale,
+        tl.load(top_p + slot), tl.load(top_k + slot), tl.load(min_p + slot), space, ORDER, SUB, MAXIMA,
     )  # fmt: skip
     tl.store(cutoff + n, c)
     tl.store(row_max + n, m)
@@ -52,13 +50,13 @@ def nucleus_kernel(
     tl.store(status + n, tl.where(seen, STATUS_NAN, 0) | tl.where(m == -INF, STATUS_EMPTY_ROW, 0))
     if peak is not None:
         if greedy:
-            tl.store(peak + n, first_maximum(row, V, m, sub_max, SUB, MAXIMA))
+            tl.store(peak + n, first_maximum(row, V, m, space, SUB, MAXIMA))
     tl.store(done + n, 0)
 
 
 def launch_nucleus(
     logits, temperature, top_p, top_k, min_p, slots, rows, filter_order, cutoff, row_max, log_mass, status, peak,
-    maxima, SUB, sub_max, sub_sum, active, values, done,
+    maxima, SUB, space, done,
 ) -> None:  # fmt: skip
     """Queues the kernel on a workspace that the caller holds."""
     N, V = logits.shape
@@ -66,7 +64,7 @@ def launch_nucleus(
     nucleus_kernel[(N * splits,)](
         logits, logits.stride(0), V, temperature, top_p, top_k, min_p,
         slots, 0 if slots is None else slots.shape[0], temperature.shape[0], rows,
-        cutoff, row_max, log_mass, status, peak, sub_max, sub_sum, active, values, done, splits,
+        cutoff, row_max, log_mass, status, peak, space, done, splits,
         ORDER=filter_order, SUB=SUB, MAXIMA=maxima, **OPTIONS,
     )  # fmt: skip
 

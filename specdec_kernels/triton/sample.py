@@ -6,14 +6,14 @@ import triton.language as tl
 from ._launch import OPTIONS, check_vocab, maxima_of, race_splits, subtile_of, workspace
 from ._numerics import INF
 from ._race import KIND_LOGITS, column_of, log_probability, race_share, token_of
-from ._row import STATUS_EMPTY_ROW, slot_of, temperature_of
+from ._row import CANDIDATES, STATUS_EMPTY_ROW, slot_of, temperature_of
 from .nucleus import launch_nucleus
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_params", "splits", "stream"])
 def sample_kernel(
     logits, stride, width, vocab, temperature, seed, slots, num_slots, num_params, position, rows, ids, target_to_draft,
-    stream, cutoff, row_max, log_mass, status, tokens, logprobs, sub_max, active, best, done, splits,
+    stream, cutoff, row_max, log_mass, status, tokens, logprobs, space, best, done, splits,
     SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Program n * splits + s races the s-th share of row n; the last of a row's programs to be done writes its outputs.
@@ -36,8 +36,8 @@ def sample_kernel(
         key, _ = race_share(
             row, target_to_draft, width, vocab, c, m, inverse, mass, scale, greedy,
             False, None, None, 0, c, m, mass, scale, False, -1,
-            tl.load(seed + slot), at, tag, sub_max + n * MAXIMA, active + n * MAXIMA, share * SHARE,
-            KIND_LOGITS, KIND_LOGITS, SUB, SHARE,
+            tl.load(seed + slot), at, tag, space + n * (3 * MAXIMA + CANDIDATES), share * SHARE,
+            KIND_LOGITS, KIND_LOGITS, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:
             tl.atomic_max(best + n, key)
@@ -73,12 +73,12 @@ def sample(
             cutoff, row_max, log_mass = (scratch[name] for name in nucleus)
         launch_nucleus(
             logits, temperature, top_p, top_k, min_p, slots, rows, filter_order, cutoff, row_max, log_mass, status,
-            None, maxima, SUB, **{k: scratch[k] for k in ("sub_max", "sub_sum", "active", "values", "done")},
+            None, maxima, SUB, scratch["space"], scratch["done"],
         )  # fmt: skip
         splits = race_splits(N, widest, logits.device)
         sample_kernel[(N * splits,)](
             logits, logits.stride(0), V, vocab, temperature, seed, slots, 0 if slots is None else slots.shape[0],
             temperature.shape[0], position, rows, ids, target_to_draft, stream, cutoff, row_max, log_mass, status,
-            tokens, logprobs, scratch["sub_max"], scratch["active"], scratch["best"], scratch["done"], splits,
+            tokens, logprobs, scratch["space"], scratch["best"], scratch["done"], splits,
             SUB=SUB, MAXIMA=maxima, SHARE=maxima // splits, **OPTIONS,
         )  # fmt: skip

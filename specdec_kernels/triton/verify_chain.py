@@ -134,7 +134,7 @@ def decide_kernel(
     draft, draft_stride, draft_height, Vd, draft_rows, num_draft_rows,
     draft_cutoff, draft_row_max, draft_log_mass, num_saved,
     q_temperature, q_top_p, q_top_k, q_min_p, q_slots, num_q_slots, num_q_params, target_to_draft,
-    p_nucleus, q_nucleus, row_status, row_token, sub_max, sub_sum, active, values, done, sides, stop, splits,
+    p_nucleus, q_nucleus, row_status, row_token, space, done, sides, stop, splits,
     T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, COUPLED: tl.constexpr, SIDES: tl.constexpr, EMIT_BONUS: tl.constexpr,
     ORDER: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
@@ -186,31 +186,33 @@ def decide_kernel(
         if split != 0:
             return
     else:
-        r = row
-        draft_row = None
-        if SIDES == 2:
-            r = tl.where(side == 0, row, B * (K + 1) + b * K + i)
-            draft_row = draft + tl.maximum(q_row, 0) * draft_stride
-        sub_max += r * MAXIMA
-        sub_sum += r * MAXIMA
-        nan = tl.zeros([], tl.int32)
         f_p, f_k, f_m = tl.load(top_p + slot), tl.load(top_k + slot), tl.load(min_p + slot)
         if SIDES == 2:
+            r = tl.where(side == 0, row, B * (K + 1) + b * K + i)
+            space += r * (3 * MAXIMA + CANDIDATES)
+            draft_row = draft + tl.maximum(q_row, 0) * draft_stride
+            nan = tl.zeros([], tl.int32)
             if side == 1:
-                nan = scan_share(draft_row, Vd, split, splits, q_scale, True, sub_max, sub_sum, SUB)
+                nan = scan_share(draft_row, Vd, split, splits, q_scale, True, space, SUB, MAXIMA)
                 f_p, f_k, f_m = tl.load(q_top_p + q_slot), tl.load(q_top_k + q_slot), tl.load(q_min_p + q_slot)
             elif not T_PROBS:
-                nan = scan_share(target_row, V, split, splits, scale, not greedy, sub_max, sub_sum, SUB)
+                nan = scan_share(target_row, V, split, splits, scale, not greedy, space, SUB, MAXIMA)
+            seen, last = finished_scan(done + r, nan, splits)
+            if not last:
+                return
+            if (side == 1) | (not T_PROBS):
+                c, m, mass = nucleus_of(
+                    (target_row, V, draft_row, Vd, side == 1), tl.where(side == 1, Vd, V), greedy,
+                    tl.where(side == 1, q_scale, scale), f_p, f_k, f_m, space, ORDER, SUB, MAXIMA,
+                )  # fmt: skip
         else:
-            nan = scan_share(target_row, V, split, splits, scale, not greedy, sub_max, sub_sum, SUB)
-        seen, last = finished_scan(done + r, nan, splits)
-        if not last:
-            return
-        if (side == 1) | (not T_PROBS):
+            space += row * (3 * MAXIMA + CANDIDATES)
+            nan = scan_share(target_row, V, split, splits, scale, not greedy, space, SUB, MAXIMA)
+            seen, last = finished_scan(done + row, nan, splits)
+            if not last:
+                return
             c, m, mass = nucleus_of(
-                target_row, V, draft_row, Vd, side == 1, tl.where(side == 1, Vd, V), greedy,
-                tl.where(side == 1, q_scale, scale), f_p, f_k, f_m,
-                sub_max, sub_sum, active + r * MAXIMA, values + r * CANDIDATES, ORDER, SUB, MAXIMA,
+                (target_row, V, None, 0, False), V, greedy, scale, f_p, f_k, f_m, space, ORDER, SUB, MAXIMA
             )  # fmt: skip
 
     status = tl.where(seen, STATUS_NAN, 0) | tl.where(m == -INF, STATUS_EMPTY_ROW, 0)
@@ -251,7 +253,7 @@ def decide_kernel(
         token = token * 0
     elif greedy:
         if not T_PROBS:
-            token = first_maximum(target_row, V, m, sub_max, SUB, MAXIMA)
+            token = first_maximum(target_row, V, m, space, SUB, MAXIMA)
             accepted = accepted & (token == x)
     tl.store(row_token + row, token)
     tl.store(row_status + row, status)
@@ -270,7 +272,7 @@ def emit_kernel(
     draft, draft_stride, draft_height, Vd, draft_rows, num_draft_rows,
     q_temperature, q_slots, num_q_slots, num_q_params, target_to_draft,
     tokens, num_accepted, num_emitted, status, logprobs, cutoff, row_max, log_mass,
-    p_nucleus, q_nucleus, row_status, row_token, sub_max, active, done, sides, stop, best, nans, finished, splits,
+    p_nucleus, q_nucleus, row_status, row_token, space, done, sides, stop, best, nans, finished, splits,
     T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, COUPLED: tl.constexpr, EMIT_BONUS: tl.constexpr,
     SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr, K_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -323,8 +325,8 @@ def emit_kernel(
         key, bad = race_share(
             target + (start + b + i) * stride, None, V, V, c, m, inverse, mass, scale, False,
             residual, q_row, target_to_draft, Vd, q_c, q_m, q_mass, q_scale, q_one_hot, x,
-            tl.load(seed + slot), at, STREAM_SAMPLE, sub_max + row * MAXIMA, active + row * MAXIMA, share * SHARE,
-            P_KIND, Q_KIND, SUB, SHARE,
+            tl.load(seed + slot), at, STREAM_SAMPLE, space + row * (3 * MAXIMA + CANDIDATES), share * SHARE,
+            P_KIND, Q_KIND, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:
             tl.atomic_max(best + row, key)
@@ -428,13 +430,13 @@ def verify_chain(
     counters = {"done": rows + B * K, "sides": rows, "best": rows, "nans": rows, "stop": B, "finished": B}
     found = {"p_nucleus": 3 * rows, "q_nucleus": 3 * rows, "row_status": rows, "row_token": rows}
     with workspace(scanned, maxima, counters, target.device, **found) as scratch:
-        between = {name: scratch[name] for name in (*found, "sub_max", "active", "done", "sides", "stop")}
+        between = {name: scratch[name] for name in (*found, "space", "done", "sides", "stop")}
         splits = scan_splits(scanned, widest, target.device)
         decide_kernel[(splits * scanned,)](
             **shared, **between, top_p=top_p, top_k=top_k, min_p=min_p,
             draft_cutoff=draft_cutoff, draft_row_max=draft_row_max, draft_log_mass=draft_log_mass,
             num_saved=length(draft_cutoff), q_top_p=draft_top_p, q_top_k=draft_top_k, q_min_p=draft_min_p,
-            sub_sum=scratch["sub_sum"], values=scratch["values"], splits=splits, SIDES=sides, ORDER=filter_order,
+            splits=splits, SIDES=sides, ORDER=filter_order,
         )  # fmt: skip
         raced = B * (K + 1 if coupled else 1)
         splits = race_splits(raced, V, target.device)
