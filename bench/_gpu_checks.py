@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 import specdec_kernels as sk
-from tests.cases import DTYPES, KINDS, ORDERS, Q_SOURCES, Tally, assert_same_bits, compare, make_call, make_params, make_rows
+from tests.cases import (
+    DTYPES,
+    KINDS,
+    ORDERS,
+    Q_SOURCES,
+    Tally,
+    assert_same_bits,
+    compare,
+    make_call,
+    make_params,
+    make_rows,
+)
 
 
 class Skipped(Exception):
@@ -95,7 +106,9 @@ def splits(device: torch.device, backend: str, quick: bool) -> dict:
     """The same bits for every number of programs, and on a second call (counters are back at zero)."""
     compared = 0
     for kind, rule in (("lm", "token"), ("flat", "token"), ("hostile", "coupled")):
-        call = on(make_call(kind=kind, vocab=9000 if quick else 128_256, rule=rule, lengths=[2, 0, 1], filters=_SOME), device)
+        call = on(
+            make_call(kind=kind, vocab=9000 if quick else 128_256, rule=rule, lengths=[2, 0, 1], filters=_SOME), device
+        )
         want = call.run(backend)
         assert_same_bits(call.run(backend), want, "a second call")
         for scan, race in ((1, 1), (4, 2)) if quick else ((1, 1), (2, 4), (8, 8), (32, 32)):

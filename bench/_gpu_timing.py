@@ -89,9 +89,7 @@ class Case:
         self.out = self.call(None)
 
     def call(self, out) -> sk.VerifyOutput:
-        return sk.verify_chain(
-            self.target, self.tokens, self.cu, self.params, self.position, out=out, **self.options
-        )
+        return sk.verify_chain(self.target, self.tokens, self.cu, self.params, self.position, out=out, **self.options)
 
     def __call__(self) -> Tensor:
         return self.call(self.out).tokens
@@ -209,7 +207,9 @@ def sorted_torch(case: Case) -> Callable:
         last = (weights / noise).argmax(1)
         tokens = torch.cat([drafts, drafts.new_full((B, 1), -1)], 1)
         place = torch.arange(d + 1, device=device)
-        return torch.where(place == accepted[:, None], last[:, None], torch.where(place < accepted[:, None], tokens, -1))
+        return torch.where(
+            place == accepted[:, None], last[:, None], torch.where(place < accepted[:, None], tokens, -1)
+        )
 
     return run
 

@@ -99,9 +99,9 @@ def main(argv: list[str]) -> int:
     from ._environment import environment, write
 
     if given.rehearse:
-        from tests.interpreter import speed_up
+        from tests.interpreter import prepare
 
-        speed_up()
+        prepare()
     device = torch.device("cpu" if given.rehearse else "cuda")
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -1,18 +1,26 @@
 """Compiles the Triton kernels for GPUs that are not there.
 
 The ops run as they are, on CPU tensors, with a driver that names the wanted architecture; each launch stops after its
-compilation. So what is compiled is what a GPU would be given: the same signatures, specialisations and options. Must run in
-a process without TRITON_INTERPRET.
+compilation. So what is compiled is what a GPU would be given: the same signatures, specialisations and options.
+
+    python -m tests.aot [--write]     # what each kernel needs on each architecture, as JSON, or into triton_usage.json
+
+Must run in a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import re
 import subprocess
+import sys
 import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -74,3 +82,79 @@ def usage(kernel) -> Usage:
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     wide = re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v8\.b16|ld\.global\S*\.v2\.b64", kernel.asm["ptx"])
     return Usage(int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"]), kernel.metadata.shared, len(wide))
+
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+EVERYWHERE = ("sample bfloat16", "verify_chain bfloat16", "verify_chain bfloat16 V=151936")
+"""Variants compiled for each architecture; the others for sm_90 alone, as compiling takes a second or two each."""
+TABLE = Path(__file__).with_name("triton_usage.json")
+
+
+def _calls() -> dict:
+    """The variants of each kernel that matter, as calls of the ops: their last two launches are the kernels."""
+    import specdec_kernels as sk
+
+    B, K, V = 4, 3, 128_256
+    params = sk.SamplingTensors.create(0.8, 0.9, seed=list(range(B)))
+    cu = torch.arange(B + 1, dtype=torch.int32) * K
+    drafts = torch.zeros(B * K, dtype=torch.int64)
+    position = torch.zeros(B, dtype=torch.int64)
+    saved = sk.Nucleus(*(torch.zeros(B * K) for _ in range(3)))
+
+    def chain(dtype, vocab=V, **options):
+        target, q = torch.zeros(B * (K + 1), vocab, dtype=dtype), torch.zeros(B * K, vocab, dtype=dtype)
+        if options.pop("q", True):
+            options |= {"draft_logits": q, "draft_params": params}
+        sk.verify_chain(target, drafts, cu, params, position, max_draft=K, backend="triton", **options)
+
+    def probs():
+        sk.verify_chain(
+            None, drafts, cu, params, position, target_probs=torch.zeros(B * (K + 1), V),
+            draft_probs=torch.zeros(B * K, V), max_draft=K, backend="triton", logprobs=1,
+        )  # fmt: skip
+
+    bf16, f32 = torch.bfloat16, torch.float32
+    call = functools.partial
+    return {
+        "sample bfloat16": call(
+            sk.sample, torch.zeros(B, V, dtype=bf16), params, position, logprobs=1, backend="triton"
+        ),
+        "filter_probs float32": call(sk.filter_probs, torch.zeros(B, V), params, backend="triton"),
+        "verify_chain bfloat16": call(chain, bf16, logprobs=1, return_nucleus=True),
+        "verify_chain float32": call(chain, f32),
+        "verify_chain bfloat16 V=151936": call(chain, bf16, 151_936),
+        "verify_chain bfloat16 unaligned": call(chain, bf16, 32_001),
+        "verify_chain bfloat16 saved nucleus": call(chain, bf16, draft_nucleus=saved),
+        "verify_chain float16 without q": call(chain, torch.float16, q=False),
+        "verify_chain bfloat16 coupled": call(chain, bf16, q=False, rule="coupled"),
+        "verify_chain probs": probs,
+    }
+
+
+def measure(arch: int) -> dict[str, Usage]:
+    from specdec_kernels import _backends
+
+    _backends._find_triton = lambda device_type: None  # nothing runs: the driver stops each launch
+    found = {}
+    for name, call in _calls().items():
+        if arch != 90 and name not in EVERYWHERE:
+            continue
+        with compiling(arch) as compiled:
+            call()
+        for kernel in compiled:
+            found[f"{kernel.name}, {name}"] = usage(kernel)
+    return found
+
+
+def main(argv: list[str]) -> None:
+    chosen = [int(a) for a in argv if a.isdigit()] or ARCHITECTURES
+    found = {f"sm_{arch}": {k: u._asdict() for k, u in measure(arch).items()} for arch in chosen}
+    text = json.dumps({"triton": triton.__version__, **found}, indent=1)
+    if "--write" in argv:
+        TABLE.write_text(text + "\n")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -24,7 +24,7 @@ def available(name: str) -> str:
     if reason is not None:
         pytest.skip(f"backend {name}: {reason}")
     if name == "triton":
-        interpreter.speed_up()
+        interpreter.prepare()
     return name
 
 

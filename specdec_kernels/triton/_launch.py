@@ -20,8 +20,8 @@ OPTIONS = {
     "num_warps": WARPS,
     "num_stages": 1,
     # Two blocks of eight warps on a multiprocessor, a tile each in flight and one ahead. Left alone, the assembler takes
-    # up to 128 registers, and spills.
-    "maxnreg": 96,
+    # 128 registers and spills.
+    "maxnreg": 112,
     # Multiplications stay apart from additions: the bits of the shared formulas do not depend on the backend.
     "enable_fp_fusion": False,
 }
@@ -30,8 +30,15 @@ MAX_SPLITS = 32
 
 
 def subtile_of(vocab: int) -> int:
-    """Tokens of a subtile: 128 (one load of a warp covers whole subtiles), more where a row would have over 4,096."""
-    return min(max(128, triton.next_power_of_2(triton.cdiv(vocab, 4096))), TILE)
+    """Tokens of a subtile: 128, which a warp reduces alone, more where a row would have over 1,024 of them."""
+    return min(max(128, triton.next_power_of_2(triton.cdiv(vocab, 1024))), TILE)
+
+
+def scan_tile(rows: Tensor, sub: int) -> int:
+    """Tokens that a scan takes at once: 8 KB where 16-byte loads are possible, fewer where each token needs an address."""
+    size = rows.element_size()
+    aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * size % 16 == 0
+    return max(8192 // size if aligned else 1024, sub)
 
 
 def maxima_of(vocab: int) -> int:

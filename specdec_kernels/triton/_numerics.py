@@ -11,6 +11,7 @@ INF = tl.constexpr(float("inf"))
 LEAST_FINITE = tl.constexpr(-3.4028234663852886e38)
 LEAST_NORMAL = tl.constexpr(2.0**-126)  # a literal below it would be a float64
 
+
 @triton.jit
 def exp2_floor(t):
     """2^t for t <= 0, not below 2^-126; relative error 2e-7."""

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from ._numerics import INF, LEAST_FINITE, LEAST_NORMAL, LOG2E, log_pos
 
-SCAN_BITS = tl.constexpr(65536)  # a scan takes 8 KB of a row at once
 LOOK = tl.constexpr(1024)  # tokens of a second look at once
 CANDIDATES = tl.constexpr(1024)  # values that a search keeps in registers
 GREEDY_BELOW = tl.constexpr(1e-5)
@@ -54,12 +53,6 @@ def weight(z, row_max, scale):
     return tl.where(z == row_max, 1.0, tl.where(z > -INF, tl.exp2((z - row_max) * scale), 0.0))
 
 
-@triton.constexpr_function
-def tile_of(row):
-    """Tokens that a scan of logits at this pointer takes at once."""
-    return SCAN_BITS // row.dtype.element_ty.primitive_bitwidth
-
-
 @triton.jit
 def _scan_tile(x, mask, subtile, scale, with_mass, bad, space, MAXIMA: tl.constexpr):
     x = x.to(tl.float32)
@@ -74,9 +67,10 @@ def _scan_tile(x, mask, subtile, scale, with_mass, bad, space, MAXIMA: tl.conste
 
 
 @triton.jit
-def scan_share(row, V, split, splits, scale, with_mass, space, SUB: tl.constexpr, MAXIMA: tl.constexpr):
+def scan_share(
+    row, V, split, splits, scale, with_mass, space, TILE: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr
+):
     """Part `split` of `splits` of a row of V logits to the maxima and masses of its subtiles; 1 if a NaN was seen, else 0."""
-    TILE: tl.constexpr = tile_of(row)
     SUBS: tl.constexpr = TILE // SUB
     tiles = tl.cdiv(V, TILE)
     share = tl.cdiv(tiles, splits)
@@ -135,15 +129,14 @@ def listed(active, index, count):
 
 @triton.jit
 def _block(source, active, count, j, SUB: tl.constexpr):
-    """The j-th thousand tokens or so of a row's `count` active subtiles, NaN and what is missing as -inf.
+    """The j-th LOOK tokens of a row's `count` active subtiles, NaN and what is missing as -inf.
 
     `source` is (row, V, other, W, is_other): the row is `row` [V], or where is_other says so `other` [W], if not None.
     """
     row, V, other, W, is_other = source
-    SUBS: tl.constexpr = LOOK // SUB if SUB < LOOK else 1
-    index = j * SUBS + tl.arange(0, SUBS)
-    offset = listed(active, index, count)[:, None] * SUB + tl.arange(0, SUB)[None, :]
-    inside = (index < count)[:, None]
+    place = j * LOOK + tl.arange(0, LOOK)
+    offset = listed(active, place // SUB, count) * SUB + place % SUB
+    inside = place < count * SUB
     if other is None:
         x = tl.load(row + offset, mask=inside & (offset < V), other=-INF).to(tl.float32)
     else:
@@ -155,56 +148,38 @@ def _block(source, active, count, j, SUB: tl.constexpr):
 
 
 @triton.jit
-def _sum(x):
-    return tl.sum(tl.sum(x, 1), 0)
-
-
-@triton.jit
-def _least(x):
-    return tl.min(tl.min(x, 1), 0)
-
-
-@triton.jit
-def _largest(x):
-    return tl.max(tl.max(x, 1), 0)
-
-
-@triton.jit
 def _measure(source, active, count, at, top, row_max, scale, SUB: tl.constexpr):
     """Of the active values: the weight of those >= at, how many of them are <= top, their least, the largest of the rest.
     Lane by lane over the blocks, then over the lanes: a pairwise sum, whose error stays at some 2^-24."""
-    SUBS: tl.constexpr = LOOK // SUB if SUB < LOOK else 1
-    mass = tl.zeros([SUBS, SUB], tl.float32)
-    number = tl.zeros([SUBS, SUB], tl.int32)
-    least = tl.zeros([SUBS, SUB], tl.float32) + INF
-    below = tl.zeros([SUBS, SUB], tl.float32) - INF
-    for j in range(0, tl.cdiv(count, SUBS)):
+    mass = tl.zeros([LOOK], tl.float32)
+    number = tl.zeros([LOOK], tl.int32)
+    least = tl.zeros([LOOK], tl.float32) + INF
+    below = tl.zeros([LOOK], tl.float32) - INF
+    for j in range(0, tl.cdiv(count * SUB, LOOK)):
         x = _block(source, active, count, j, SUB)
         hit = x >= at
         mass += tl.where(hit, weight(x, row_max, scale), 0.0)
         number += (hit & (x <= top)).to(tl.int32)
         least = tl.minimum(least, tl.where(hit, x, INF))
         below = tl.maximum(below, tl.where(hit, -INF, x))
-    return _sum(mass), _sum(number), _least(least), _largest(below)
+    return tl.sum(mass, 0), tl.sum(number, 0), tl.min(least, 0), tl.max(below, 0)
 
 
 @triton.jit
 def _collect(source, active, count, low, top, values, SUB: tl.constexpr):
     """The active values in [low, top], in order, to `values` as far as there is room; how many there are, the least."""
     number = tl.zeros([], tl.int32)
-    least = tl.zeros([], tl.float32) + INF
+    least = tl.zeros([LOOK], tl.float32) + INF
     tl.debug_barrier()  # values that were there before have been read
-    for j in range(0, tl.cdiv(count, LOOK // SUB if SUB < LOOK else 1)):
+    for j in range(0, tl.cdiv(count * SUB, LOOK)):
         x = _block(source, active, count, j, SUB)
         hit = (x >= low) & (x <= top)
-        within = tl.cumsum(hit.to(tl.int32), 1)
-        each = tl.max(within, 1)
-        place = number + (tl.cumsum(each, 0) - each)[:, None] + within - 1
-        tl.store(values + place, x, mask=hit & (place < CANDIDATES))
-        number += tl.sum(each, 0)
-        least = tl.minimum(least, _least(tl.where(hit, x, INF)))
+        place = number + tl.cumsum(hit.to(tl.int32), 0)
+        tl.store(values + (place - 1), x, mask=hit & (place <= CANDIDATES))
+        number = tl.max(place, 0)
+        least = tl.minimum(least, tl.where(hit, x, INF))
     tl.debug_barrier()  # other warps read them
-    return number, least
+    return number, tl.min(least, 0)
 
 
 @triton.jit
@@ -230,9 +205,7 @@ def _search(x, w, a, c, above, goal):
 
 
 @triton.jit
-def _threshold(
-    source, active, count, goal, low, row_max, scale, values, SUB: tl.constexpr
-):
+def _threshold(source, active, count, goal, low, row_max, scale, values, SUB: tl.constexpr):
     """Largest value >= low whose upper set weighs at least `goal`. `low` is known not to be above it; where rounding says
     that no value gets there, the least is meant, but a count that is not reached gives -inf."""
     c = row_max
@@ -311,9 +284,9 @@ def _filtered(
         low = row_max + offset - (1e-5 * tl.abs(offset) + slack + 1e-30)
         count = list_active(load_maxima(space, vocab, SUB, MAXIMA), tl.arange(0, MAXIMA), low, active)
         min_p_at = row_max
-        for j in range(0, tl.cdiv(count, LOOK // SUB if SUB < LOOK else 1)):
+        for j in range(0, tl.cdiv(count * SUB, LOOK)):
             x = _block(source, active, count, j, SUB)
-            min_p_at = tl.minimum(min_p_at, _least(tl.where((x - row_max) * scale >= log2_min_p, x, INF)))
+            min_p_at = tl.minimum(min_p_at, tl.min(tl.where((x - row_max) * scale >= log2_min_p, x, INF), 0))
 
     cutoff = tl.zeros([], tl.float32) - INF
     # Top-k (bit 0), then top-p (bit 1), in one loop that no compiler takes apart: the search is in the program once.

@@ -3,15 +3,15 @@
 import triton
 import triton.language as tl
 
-from ._launch import OPTIONS, check_vocab, maxima_of, scan_splits, subtile_of, workspace
+from ._launch import OPTIONS, check_vocab, maxima_of, scan_splits, scan_tile, subtile_of, workspace
 from ._numerics import INF
 from ._row import (
     CANDIDATES,
     STATUS_EMPTY_ROW,
     STATUS_NAN,
+    finished_scan,
     first_maximum,
     nucleus_of,
-    finished_scan,
     scan_share,
     slot_of,
     temperature_of,
@@ -22,7 +22,7 @@ from ._row import (
 def nucleus_kernel(
     logits, stride, V, temperature, top_p, top_k, min_p, slots, num_slots, num_params, rows,
     cutoff, row_max, log_mass, status, peak, space, done, splits,
-    ORDER: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
+    ORDER: tl.constexpr, TILE: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """Program n * splits + s scans the s-th part of row n; the last of a row's programs to be done finds its nucleus.
 
@@ -36,7 +36,7 @@ def nucleus_kernel(
     greedy, _, scale = temperature_of(temperature + slot)
     row = logits + n * stride
     space += n * (3 * MAXIMA + CANDIDATES)
-    nan = scan_share(row, V, split, splits, scale, not greedy, space, SUB, MAXIMA)
+    nan = scan_share(row, V, split, splits, scale, not greedy, space, TILE, SUB, MAXIMA)
     seen, last = finished_scan(done + n, nan, splits)
     if not last:
         return
@@ -65,7 +65,7 @@ def launch_nucleus(
         logits, logits.stride(0), V, temperature, top_p, top_k, min_p,
         slots, 0 if slots is None else slots.shape[0], temperature.shape[0], rows,
         cutoff, row_max, log_mass, status, peak, space, done, splits,
-        ORDER=filter_order, SUB=SUB, MAXIMA=maxima, **OPTIONS,
+        ORDER=filter_order, TILE=scan_tile(logits, SUB), SUB=SUB, MAXIMA=maxima, **OPTIONS,
     )  # fmt: skip
 
 

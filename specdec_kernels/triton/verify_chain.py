@@ -7,7 +7,7 @@ from (under `coupled` all of its rows) and writes the outputs.
 import triton
 import triton.language as tl
 
-from ._launch import OPTIONS, check_vocab, maxima_of, race_splits, scan_splits, subtile_of, workspace
+from ._launch import OPTIONS, check_vocab, maxima_of, race_splits, scan_splits, scan_tile, subtile_of, workspace
 from ._numerics import INF
 from ._race import (
     KIND_LOGITS,
@@ -25,9 +25,9 @@ from ._row import (
     CANDIDATES,
     STATUS_EMPTY_ROW,
     STATUS_NAN,
+    finished_scan,
     first_maximum,
     nucleus_of,
-    finished_scan,
     scan_share,
     slot_of,
     temperature_of,
@@ -136,7 +136,7 @@ def decide_kernel(
     q_temperature, q_top_p, q_top_k, q_min_p, q_slots, num_q_slots, num_q_params, target_to_draft,
     p_nucleus, q_nucleus, row_status, row_token, space, done, sides, stop, splits,
     T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, COUPLED: tl.constexpr, SIDES: tl.constexpr, EMIT_BONUS: tl.constexpr,
-    ORDER: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
+    ORDER: tl.constexpr, P_TILE: tl.constexpr, Q_TILE: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """`splits` programs for each target row and, where q is to be computed (SIDES = 2), each draft row, in the order of
     draft offsets. The last program of a side to be done finds its nucleus; the side that is done second decides the draft.
@@ -193,10 +193,10 @@ def decide_kernel(
             draft_row = draft + tl.maximum(q_row, 0) * draft_stride
             nan = tl.zeros([], tl.int32)
             if side == 1:
-                nan = scan_share(draft_row, Vd, split, splits, q_scale, True, space, SUB, MAXIMA)
+                nan = scan_share(draft_row, Vd, split, splits, q_scale, True, space, Q_TILE, SUB, MAXIMA)
                 f_p, f_k, f_m = tl.load(q_top_p + q_slot), tl.load(q_top_k + q_slot), tl.load(q_min_p + q_slot)
             elif not T_PROBS:
-                nan = scan_share(target_row, V, split, splits, scale, not greedy, space, SUB, MAXIMA)
+                nan = scan_share(target_row, V, split, splits, scale, not greedy, space, P_TILE, SUB, MAXIMA)
             seen, last = finished_scan(done + r, nan, splits)
             if not last:
                 return
@@ -207,7 +207,7 @@ def decide_kernel(
                 )  # fmt: skip
         else:
             space += row * (3 * MAXIMA + CANDIDATES)
-            nan = scan_share(target_row, V, split, splits, scale, not greedy, space, SUB, MAXIMA)
+            nan = scan_share(target_row, V, split, splits, scale, not greedy, space, P_TILE, SUB, MAXIMA)
             seen, last = finished_scan(done + row, nan, splits)
             if not last:
                 return
@@ -436,7 +436,8 @@ def verify_chain(
             **shared, **between, top_p=top_p, top_k=top_k, min_p=min_p,
             draft_cutoff=draft_cutoff, draft_row_max=draft_row_max, draft_log_mass=draft_log_mass,
             num_saved=length(draft_cutoff), q_top_p=draft_top_p, q_top_k=draft_top_k, q_min_p=draft_min_p,
-            splits=splits, SIDES=sides, ORDER=filter_order,
+            splits=splits, SIDES=sides, ORDER=filter_order, P_TILE=scan_tile(target, SUB),
+            Q_TILE=scan_tile(draft, SUB) if sides == 2 else 0,
         )  # fmt: skip
         raced = B * (K + 1 if coupled else 1)
         splits = race_splits(raced, V, target.device)

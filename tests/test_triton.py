@@ -1,0 +1,157 @@
+"""What the Triton kernels promise beside their numbers: launches, bytes, order of programs, workspace."""
+
+import pytest
+import torch
+
+import specdec_kernels as sk
+from bench import _gpu_checks
+from tests.cases import assert_same_bits, make_call, make_params, make_rows
+from tests.conftest import available
+from tests.interpreter import watching
+
+
+@pytest.fixture(autouse=True)
+def triton():
+    return available("triton")
+
+
+SOME = [(0.8, 0.9, 0, 0.0), (1.0, 0.95, 50, 0.0), (0.9, 1.0, 0, 0.02)]
+
+
+def test_at_most_two_launches():
+    call = make_call(vocab=300, filters=SOME, lengths=[2, 0, 1])
+    rows, params = call.target[:3], call.params
+    for run, kernels in (
+        (lambda: sk.nucleus(rows, params, backend="triton"), ["nucleus_kernel"]),
+        (lambda: sk.sample(rows, params, backend="triton"), ["nucleus_kernel", "sample_kernel"]),
+        (lambda: sk.filter_probs(rows, params, backend="triton"), ["nucleus_kernel", "filter_probs_kernel"]),
+        (lambda: call.run("triton"), ["decide_kernel", "emit_kernel"]),
+        (lambda: call.but(rule="coupled").run("triton"), ["decide_kernel", "emit_kernel"]),
+    ):
+        with watching() as watch:
+            run()
+        assert watch.launches == kernels
+
+
+def model_like(vocab, n=1, seed=0):
+    return make_rows("lm", n, vocab, torch.bfloat16, seed)
+
+
+@pytest.mark.parametrize("vocab", [32_000, 128_256])
+def test_a_row_is_read_once_in_the_common_case(vocab):
+    """A model's row under top-p: every logit once, and a few subtiles again. All of them again is the flat row's price."""
+    params = sk.SamplingTensors.create(0.8, 0.9, seed=0, batch_size=1)
+    rows = model_like(vocab)
+    with watching(rows) as watch:
+        sk.sample(rows, params, backend="triton")
+    reads = watch.reads(0)
+    assert reads.min() == 1
+    assert reads.sum() < 1.15 * vocab
+    greedy = sk.SamplingTensors.create(0.0, batch_size=1)
+    with watching(rows) as watch:
+        sk.sample(rows, greedy, backend="triton")
+    assert watch.reads(0).sum() <= vocab + 2 * 128
+
+
+def test_bytes_of_a_step():
+    """Target and draft rows once each up to the rejection, none after it, and no noise is made outside the nucleus."""
+    vocab, d = 32_000, 3
+    call = make_call(kind="lm", vocab=vocab, dtype=torch.bfloat16, filters=SOME[:1] * 2, lengths=[d, d], seed=3)
+    call = call.but(drafts=torch.where(torch.arange(2 * d) == 1, call.target[1].argmin(), call.drafts))
+    with watching(call.target, call.options["draft_logits"]) as watch:
+        out = call.run("triton")
+    accepted = out.num_accepted.tolist()
+    assert accepted[0] <= 1
+    target, draft = (watch.reads(i).sum(1) / vocab for i in (0, 1))
+    for b, a in enumerate(accepted):
+        rows, q_rows = target[b * (d + 1) : (b + 1) * (d + 1)], draft[b * d : (b + 1) * d]
+        assert ((rows[: a + 1] >= 1) & (rows[: a + 1] < 1.2)).all()
+        assert ((q_rows[: a + 1] >= 1) & (q_rows[: a + 1] < 1.2)).all()
+        assert (rows[a + 1 :] == 0).all() and (q_rows[a + 1 :] == 0).all()
+
+
+def test_a_saved_nucleus_spares_the_draft_rows():
+    call = make_call(kind="lm", vocab=32_000, q="nucleus", filters=SOME[:1] * 2, lengths=[2, 2])
+    with watching(call.options["draft_logits"]) as watch:
+        call.run("triton")
+    assert watch.reads(0).sum() < 0.2 * 32_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_in_any_order(seed):
+    """The last program of a row and of a request finishes it, whichever that is."""
+    for kind, rule, q in (("lm", "token", "logits"), ("normal", "coupled", "none"), ("hostile", "token", "nucleus")):
+        call = make_call(kind=kind, vocab=9000, rule=rule, q=q, filters=SOME, lengths=[2, 0, 1])
+        want = call.run("triton")
+        with _gpu_checks.forced_splits(4, 2), watching(order=seed):
+            assert_same_bits(call.run("triton"), want, f"{kind} {rule}")
+    rows = make_rows("lm", 3, 9000)
+    want = sk.sample(rows, make_params(SOME), logprobs=1, backend="triton")
+    with _gpu_checks.forced_splits(4, 4), watching(order=seed):
+        assert_same_bits(sk.sample(rows, make_params(SOME), logprobs=1, backend="triton"), want)
+
+
+def test_every_split_gives_the_same_bits():
+    _gpu_checks.splits(torch.device("cpu"), "triton", quick=True)
+
+
+def test_counters_return_to_zero(monkeypatch):
+    """A workspace is used again without being cleared: by other ops, shapes and lengths."""
+    from specdec_kernels.triton import _launch
+
+    kept = _launch.Workspace(torch.device("cpu"))
+    monkeypatch.setattr(_launch, "Workspace", lambda device: kept)
+    for seed in range(3):
+        call = make_call(kind="hostile", vocab=300, rule=("token", "coupled")[seed % 2], filters=SOME, seed=seed)
+        for variant in (call, call.but(emit_bonus=False), call.but(max_draft=1)):
+            variant.run("triton")
+            assert not kept.counters.any()
+        sk.sample(call.target[:3], call.params, backend="triton")
+        sk.filter_probs(call.target[:3], call.params, backend="triton")
+        assert not kept.counters.any()
+
+
+def test_fp32_copy_oom(monkeypatch):
+    """The workspace is a small part of a float32 copy of the logits: V / 128 maxima, masses and list entries a row and 1,024
+    candidates."""
+    from specdec_kernels.triton import _launch
+
+    kept = _launch.Workspace(torch.device("cpu"))
+    monkeypatch.setattr(_launch, "Workspace", lambda device: kept)
+    call = make_call(kind="lm", vocab=128_256, filters=SOME[:2], lengths=[1, 1])
+    call.run("triton")
+    copies = 4 * (call.target.numel() + call.options["draft_logits"].numel())
+    # Twice over: buffers grow to powers of two.
+    assert 4 * kept.scratch.numel() + 8 * kept.counters.numel() < 0.07 * copies
+
+
+def test_vocabulary_past_half_a_million():
+    """Subtiles grow, so that a row still has at most 1,024 of them."""
+    rows, params = (
+        make_rows("lm", 1, 600_000, torch.bfloat16),
+        sk.SamplingTensors.create(0.8, 0.9, seed=1, batch_size=1),
+    )
+    got = sk.sample(rows, params, logprobs=1, return_nucleus=True, backend="triton")
+    want = sk.sample(rows, params, logprobs=1, return_nucleus=True, backend="eager")
+    assert got.tokens == want.tokens and got.nucleus.cutoff == want.nucleus.cutoff
+    assert abs(got.logprobs - want.logprobs) < 1e-5
+
+
+def test_vocabulary_too_large():
+    rows = torch.zeros(1, 1).expand(1, (1 << 24) + 1)
+    with pytest.raises(ValueError, match="vocab"):
+        torch.ops.specdec_kernels.nucleus_triton(
+            rows, *(torch.zeros(1) for _ in range(2)), torch.zeros(1, dtype=torch.int32), torch.zeros(1), None, None, 0,
+            *(torch.zeros(1) for _ in range(3)), torch.zeros(1, dtype=torch.int32),
+        )  # fmt: skip
+
+
+def test_out_of_bounds_is_seen(monkeypatch):
+    """The check that all tests here run under does see an access past the end of a tensor."""
+    from triton.runtime.errors import InterpreterError
+
+    from specdec_kernels.triton import _launch
+
+    monkeypatch.setattr(_launch, "CANDIDATES", _launch.CANDIDATES.__class__(0))  # a workspace that is too small
+    with pytest.raises(InterpreterError, match="out of bounds"):
+        sk.nucleus(make_rows("normal", 1, 300), sk.SamplingTensors.create(1.0, 0.9, batch_size=1), backend="triton")

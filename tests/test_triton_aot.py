@@ -1,0 +1,56 @@
+"""The Triton kernels, compiled for GPUs that are not there: what each asks of a multiprocessor."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+triton = pytest.importorskip("triton")
+ROOT = pathlib.Path(__file__).parents[1]
+TABLE = json.loads((ROOT / "tests" / "triton_usage.json").read_text())
+ARCHITECTURES = [name for name in TABLE if name.startswith("sm_")]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def usage(request):
+    """(architecture, kernel -> usage), from a process in which Triton compiles."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.aot", request.param.removeprefix("sm_")],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return request.param, json.loads(done.stdout)[request.param]
+
+
+def test_kernels_fit_their_multiprocessor(usage):
+    """No register is spilled, blocks of 256 threads fit twice, shared memory is a fraction of what any GPU has."""
+    architecture, kernels = usage
+    assert len(kernels) >= 6
+    for name, used in kernels.items():
+        assert used["spills"] == 0, f"{architecture} {name}"
+        assert used["registers"] * 256 * 2 <= 65536, f"{architecture} {name}"
+        assert used["shared"] <= 16384, f"{architecture} {name}"
+
+
+def test_scans_load_sixteen_bytes(usage):
+    """Rows that are aligned are read 16 bytes at a time: the only wide loads of these kernels are the scan's."""
+    _, kernels = usage
+    for name, used in kernels.items():
+        if (
+            name.startswith(("nucleus", "decide"))
+            and "unaligned" not in name
+            and "probs" not in name.split(", ")[1][:18]
+        ):
+            assert used["wide_loads"] >= 2, name
+
+
+def test_registers_as_recorded(usage):
+    """A change of what a kernel needs is seen: `python -m tests.aot --write` records it."""
+    architecture, kernels = usage
+    if TABLE["triton"] != triton.__version__:
+        pytest.skip(f"recorded with triton {TABLE['triton']}, this is {triton.__version__}")
+    assert kernels == TABLE[architecture]
