@@ -17,6 +17,7 @@ PACKAGES = [
     "specdec_kernels.decoding.drafters",
     "specdec_kernels.demo",
     "specdec_kernels.eager",
+    "specdec_kernels.triton",
     "specdec_kernels_ref",
 ]
 TORCH_TARGET = "0x020b000000000000"  # libtorch 2.11: the oldest release whose stable ABI the sources use

@@ -51,7 +51,7 @@ def nucleus(
             what both left; "joint": all three on the unfiltered distribution (FlashInfer, SGLang).
         status: int32 [N] output of status bits (1 empty row, 2 NaN seen), or None.
         out: Nucleus of float32 [N] buffers to write into.
-        backend: "auto", "native" or "eager".
+        backend: "auto", "native", "triton" or "eager".
 
     Returns:
         Nucleus of float32 [N].

@@ -65,7 +65,7 @@ def sample(
             read the draft rows again.
         logprobs: 0, or 1 for the chosen token's log-probability.
         out: a SampleOutput of the same shapes to write into.
-        backend: "auto", "native" or "eager".
+        backend: "auto", "native", "triton" or "eager".
 
     Returns:
         SampleOutput. A row with nothing finite gives token 0 and status bit 1.

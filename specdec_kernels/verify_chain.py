@@ -95,7 +95,7 @@ def verify_chain(
         return_nucleus: also return the emitted rows' Nucleus.
         out: a VerifyOutput of the same shapes to write into; every element is written. Outputs may not overlap each
             other or the inputs.
-        backend: "auto", "native" or "eager".
+        backend: "auto", "native", "triton" or "eager".
         validate: also read the values and raise ValueError for what would set a status bit (a sync on devices), except
             q(x) = 0, which filters that differ between drafting and verifying can bring about.
 
