@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+RESULTS = Path(__file__).parent / "results"
 SECONDS = 8 * 60
 """The checks and the default cells are to end within it, builds of kernels included; cells that do not fit are left out."""
 
@@ -120,7 +121,7 @@ def main(argv: list[str]) -> int:
         document["times"] = run_cells(device, given.backend, given, started)
     document["seconds"] = round(time.perf_counter() - started, 1)
     if not given.rehearse:
-        print(f"written: {write(given.output or Path(__file__).parent / 'results', document)}")
+        print(f"written: {write(given.output or RESULTS, document)}")
     return int(any(check["result"] == "failed" for check in document["checks"]))
 
 

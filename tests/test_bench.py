@@ -7,7 +7,7 @@ import torch
 
 import specdec_kernels
 from bench import __main__ as bench
-from bench import _inputs, _peers
+from bench import _gpu_checks, _inputs, _peers, gpu_check
 from bench._environment import SCHEMA
 from bench._gate import GateError, check_chain, check_support
 from bench._timing import Remote, Settings, Spread, paired, summary
@@ -140,3 +140,26 @@ def test_unknown_op_and_threaded_cpu_time_are_refused(capsys):
         with pytest.raises(SystemExit):
             bench.main(arguments)
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_gpu_check_without_a_gpu(capsys):
+    """Skips to its end; with --rehearse everything that the interpreter can run passes, and nothing is written."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert gpu_check.main([]) == 0
+    assert "skipped" in capsys.readouterr().out
+    before = set(gpu_check.RESULTS.iterdir())
+    assert gpu_check.main(["--rehearse"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("passed") == 5 and shown.count("skipped") >= 3 and "failed" not in shown
+    assert set(gpu_check.RESULTS.iterdir()) == before
+
+
+def test_gpu_check_fails_on_a_wrong_kernel(monkeypatch, capsys):
+    def wrong(device, backend, quick):
+        raise AssertionError("not the oracle's token")
+
+    monkeypatch.setattr(_gpu_checks, "CHECKS", (wrong,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main(["--rehearse", "--checks-only"]) == 1
+    assert "not the oracle's token" in capsys.readouterr().out

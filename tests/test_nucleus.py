@@ -60,6 +60,8 @@ def test_top_p_of_large_rows_by_definition(kind, vocab, backend):
     """Flat rows have single tokens below float32's resolution of the mass, so the oracle's cutoff is no fair demand."""
     if backend == "eager" and vocab > 32001:
         pytest.skip("one sort of one row is the same at any size, and slow")
+    if backend == "triton" and vocab > 32001 and (kind, vocab) not in (("lm", 128256), ("flat", 151936)):
+        pytest.skip("the interpreter takes seconds a row")
     for top_p, temperature, dtype in [
         (0.9, 0.8, torch.float32),
         (0.5, 1.0, torch.bfloat16),
@@ -72,7 +74,7 @@ def test_top_p_of_large_rows_by_definition(kind, vocab, backend):
 
 @pytest.mark.parametrize("sign", [-1.5, 1.5])
 @pytest.mark.parametrize("period", [2, 8, 16, 37, 64])
-def test_rows_that_mislead_a_strided_sample(period, sign, compiled):
+def test_rows_that_mislead_a_strided_sample(period, sign, native):
     """Every `period`-th bundle of 16 tokens is unlike the others: an estimate from a regular sample of the row (native
     kernels make some) sees only those, or none of them, and its bracket is wrong. The answer must not be."""
     vocab = 32768
@@ -81,27 +83,30 @@ def test_rows_that_mislead_a_strided_sample(period, sign, compiled):
     # A multiple of the period's phase as well: the sample starts at bundle 0.
     rows[1] = make_rows("flat", 1, vocab)[0] + 3 * sign * (bundle % period == 0)
     for top_p in (0.3, 0.9, 0.99):
-        got, _ = run(rows, sk.SamplingTensors.create(1.0, top_p, batch_size=2), compiled)
+        got, _ = run(rows, sk.SamplingTensors.create(1.0, top_p, batch_size=2), native)
         assert_definition(rows, top_p, 1.0, got)
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 0.9999])
-def test_mass_hidden_from_a_strided_sample(top_p, compiled):
+def test_mass_hidden_from_a_strided_sample(top_p, native):
     """A few huge tokens between the sampled ones hold most of the mass; or the sampled ones hold almost all of it."""
     vocab = 32768
     rows = make_rows("flat", 3, vocab)
     rows[0, 16 * 5 : 16 * 5 + 40] += 8
     rows[1, (torch.arange(vocab) // 16) % 16 == 0] += 6
     rows[2] = torch.linspace(4, -4, vocab)  # sorted
-    got, _ = run(rows, sk.SamplingTensors.create(1.0, top_p, batch_size=3), compiled)
+    got, _ = run(rows, sk.SamplingTensors.create(1.0, top_p, batch_size=3), native)
     assert_definition(rows, top_p, 1.0, got)
 
 
 @pytest.mark.parametrize("vocab", [4097, 20000])
 @pytest.mark.parametrize("order", ORDERS)
 def test_top_k_beyond_the_lane_maxima(order, vocab, compiled):
-    """The native search starts from the maxima of 16 lanes a tile; more tokens than those must be found all the same."""
-    lanes = 16 * -(-vocab // 4096)
+    """A search starts from the maxima of 16 lanes a tile (native), or of subtiles of 128; more tokens than those must be
+    found all the same."""
+    if compiled == "triton" and (vocab, order) == (20000, "joint"):
+        pytest.skip("the interpreter takes seconds a row")
+    lanes = -(-vocab // 128) if compiled == "triton" else 16 * -(-vocab // 4096)
     for k in (1, lanes - 1, lanes, lanes + 1, 3 * lanes, vocab // 2, vocab - 1, vocab, 2**31 - 1):
         for kind in ("normal", "tied", "masked"):
             params = sk.SamplingTensors.create(1.0, [1.0, 0.8], k, [0.0, 0.001], seed=[0, 1])

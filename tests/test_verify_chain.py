@@ -52,6 +52,8 @@ def test_parity(rule, q, dtype, backend):
 def test_parity_of_large_vocabularies(kind, vocab, compiled):
     """What float32 cannot decide grows with the vocabulary (a flat row's tokens have p = 7e-6 each): it is compared too,
     and what differs must stay rare."""
+    if compiled == "triton" and vocab > 32001:
+        pytest.skip("the interpreter takes seconds a row; test_triton.py has one of 128,256")
     filters = FILTERS[:8] if vocab < 10000 else FILTERS[:4]
     tally = Tally()
     for dtype, q in ((torch.float32, "logits"), (torch.bfloat16, "nucleus")):

@@ -7,7 +7,6 @@ import functools
 import threading
 
 import torch
-import triton
 from torch import Tensor
 
 from .._checks import fail
@@ -29,9 +28,16 @@ MAX_VOCAB = 1 << 24  # a race key holds 24 bits of token
 MAX_SPLITS = 32
 
 
+# Triton's own cdiv and next_power_of_2 cost microseconds a call on the host.
+def power_of_2(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+@functools.cache
 def subtile_of(vocab: int) -> int:
     """Tokens of a subtile: 128, which a warp reduces alone, more where a row would have over 1,024 of them."""
-    return min(max(128, triton.next_power_of_2(triton.cdiv(vocab, 1024))), TILE)
+    return min(max(128, power_of_2(-(-vocab // 1024))), TILE)
 
 
 def scan_tile(rows: Tensor, sub: int) -> int:
@@ -41,9 +47,10 @@ def scan_tile(rows: Tensor, sub: int) -> int:
     return max(8192 // size if aligned else 1024, sub)
 
 
+@functools.cache
 def maxima_of(vocab: int) -> int:
     """Subtiles of a row, to a power of two, of whole tiles."""
-    return triton.next_power_of_2(triton.cdiv(vocab, TILE)) * (TILE // subtile_of(vocab))
+    return power_of_2(-(-vocab // TILE)) * (TILE // subtile_of(vocab))
 
 
 @functools.cache
@@ -51,9 +58,10 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@functools.cache
 def most_splits(vocab: int) -> int:
     """Programs that a row has work for, a power of two: a tile each."""
-    return min(triton.next_power_of_2(triton.cdiv(vocab, TILE)), MAX_SPLITS)
+    return min(power_of_2(-(-vocab // TILE)), MAX_SPLITS)
 
 
 def scan_splits(rows: int, vocab: int, device: torch.device) -> int:
@@ -63,12 +71,17 @@ def scan_splits(rows: int, vocab: int, device: torch.device) -> int:
 
 def race_splits(rows: int, vocab: int, device: torch.device) -> int:
     """Programs per row of a race: until there are two for every multiprocessor. Only a flat row keeps them busy."""
-    return _splits(2, rows, vocab, device)
+    return min(_splits(2, rows, vocab, device), maxima_of(vocab) // race_share_of(vocab))
+
+
+def race_share_of(vocab: int) -> int:
+    """Subtiles that a program lists at once; it goes through its part of the row by so many."""
+    return min(128, maxima_of(vocab))
 
 
 def _splits(per_processor: int, rows: int, vocab: int, device: torch.device) -> int:
-    wanted = triton.cdiv(per_processor * _processors(device), max(rows, 1))
-    return min(triton.next_power_of_2(wanted), most_splits(vocab))
+    wanted = -(-per_processor * _processors(device) // max(rows, 1))
+    return min(power_of_2(wanted), most_splits(vocab))
 
 
 def check_vocab(op: str, vocab: int) -> None:
@@ -85,14 +98,25 @@ class Workspace:
         self.lock = threading.Lock()
         self.scratch = torch.empty(0)
         self.counters = torch.empty(0)
+        self.taken: dict[tuple, dict[str, Tensor]] = {}  # by the sizes: a step's are those of the step before
 
     def take(self, rows: int, maxima: int, counters: dict[str, int], found: dict[str, int]) -> dict[str, Tensor]:
+        key = (rows, maxima, *counters.items(), *found.items())
+        if key not in self.taken:
+            if len(self.taken) >= 256:
+                self.taken.clear()
+            self.taken[key] = self._take(rows, maxima, counters, found)
+        return self.taken[key]
+
+    def _take(self, rows: int, maxima: int, counters: dict[str, int], found: dict[str, int]) -> dict[str, Tensor]:
         sizes = {"space": rows * (3 * maxima + CANDIDATES.value), **found}
         if self.scratch.numel() < sum(sizes.values()):
-            size = triton.next_power_of_2(sum(sizes.values()))
+            self.taken.clear()
+            size = power_of_2(sum(sizes.values()))
             self.scratch = torch.empty(size, dtype=torch.float32, device=self.device)
         if self.counters.numel() < sum(counters.values()):
-            size = triton.next_power_of_2(sum(counters.values()))
+            self.taken.clear()
+            size = power_of_2(sum(counters.values()))
             self.counters = torch.zeros(size, dtype=torch.int64, device=self.device)
         taken = _cut(self.scratch, sizes) | _cut(self.counters, counters)
         return {name: t.view(torch.int32) if name in INTEGERS else t for name, t in taken.items()}
@@ -116,11 +140,14 @@ def workspace(rows: int, maxima: int, counters: dict[str, int], device: torch.de
     One workspace per device and stream, kept and grown. Inside a CUDA graph capture a call has its own, from the graph's
     memory: graphs may be replayed on any stream, and its counters are zeroed in the graph.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
         yield Workspace(device).take(rows, maxima, counters, found)
         return
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    kept = _workspaces.setdefault(key, Workspace(device))
-    # Two threads on one stream must not come between each other's launches.
-    with kept.lock, torch.cuda.device(device):
-        yield kept.take(rows, maxima, counters, found)
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            yield Workspace(device).take(rows, maxima, counters, found)
+            return
+        key = (device, torch.cuda.current_stream(device).cuda_stream)
+        kept = _workspaces.setdefault(key, Workspace(device))
+        with kept.lock:  # two threads on one stream must not come between each other's launches
+            yield kept.take(rows, maxima, counters, found)

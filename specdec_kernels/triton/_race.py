@@ -85,57 +85,61 @@ def token_of(key):
 def race_share(
     p_row, p_map, p_width, vocab, cutoff, row_max, inverse, log_mass, scale, greedy,
     residual, q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, q_one_hot, x,
-    seed, position, tag, space, first,
+    seed, position, tag, space, split, splits,
     P_KIND: tl.constexpr, Q_KIND: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """(best key or 0, whether a NaN was seen) of the subtiles first..first + SHARE - 1 of target ids.
+    """(best key or 0, whether a NaN was seen) of part `split` of `splits` of the target ids, SHARE subtiles at a time.
 
     p is `p_row` by its kind; without a map and for logits only subtiles that reach the cutoff are read. Where `residual`,
     tokens race by max(0, p - q), and by p in case that leaves none; q is one-hot at x if `q_one_hot` or `q_row` is None.
     """
     R: tl.constexpr = RACE_TOKENS // SUB if SUB < RACE_TOKENS else 1
-    active = space + 2 * MAXIMA + first  # each program lists its share
-    index = first + tl.arange(0, SHARE)
-    valid = index < tl.cdiv(vocab, SUB)
-    if (P_KIND == KIND_LOGITS) and (p_map is None):
-        maxima = tl.load(space + index, mask=valid, other=-INF, cache_modifier=".cg")
-        count = list_active(maxima, index, cutoff, active)
-    else:
-        count = list_active(tl.where(valid, 0.0, -INF), index, 0.0, active)
     best = tl.zeros([], tl.int64)
     bad = tl.zeros([], tl.int32)
-    for j in range(0, tl.cdiv(count, R)):
-        i = j * R + tl.arange(0, R)
-        subs = listed(active, i, count)
-        token = subs[:, None] * SUB + tl.arange(0, SUB)[None, :]
-        mask = (i < count)[:, None] & (token < vocab)
-        column, inside = column_of(token, p_map, p_width, mask)
-        z = tl.load(p_row + column, mask=inside, other=-INF).to(tl.float32)
-        if P_KIND == KIND_PROBS:
-            bad = tl.maximum(bad, tl.max(tl.max(((z != z) & inside).to(tl.int32), 1), 0))
-            log_w = log_of(z)
+    shares = tl.cdiv(tl.cdiv(vocab, SUB), SHARE)
+    each = tl.cdiv(shares, splits)
+    for share in range(split * each, tl.minimum((split + 1) * each, shares)):
+        first = share * SHARE
+        active = space + 2 * MAXIMA + first  # shares do not overlap, so programs do not either
+        index = first + tl.arange(0, SHARE)
+        valid = index < tl.cdiv(vocab, SUB)
+        if (P_KIND == KIND_LOGITS) and (p_map is None):
+            maxima = tl.load(space + index, mask=valid, other=-INF, cache_modifier=".cg")
+            count = list_active(maxima, index, cutoff, active)
         else:
-            log_w = tl.where((z >= cutoff) & (z > -INF), scaled(z, row_max, inverse), -INF)
-        preferred = tl.zeros([R, SUB], tl.int1)
-        if residual:
+            count = list_active(tl.where(valid, 0.0, -INF), index, 0.0, active)
+        for j in range(0, tl.cdiv(count, R)):
+            i = j * R + tl.arange(0, R)
+            subs = listed(active, i, count)
+            token = subs[:, None] * SUB + tl.arange(0, SUB)[None, :]
+            mask = (i < count)[:, None] & (token < vocab)
+            column, inside = column_of(token, p_map, p_width, mask)
+            z = tl.load(p_row + column, mask=inside, other=-INF).to(tl.float32)
             if P_KIND == KIND_PROBS:
-                p = tl.where(z > 0.0, z, 0.0)
+                bad = tl.maximum(bad, tl.max(tl.max(((z != z) & inside).to(tl.int32), 1), 0))
+                log_w = log_of(z)
             else:
-                p = probability(z, cutoff, row_max, log_mass, scale)
-            q = (token == x).to(tl.float32)
-            if q_row is not None:
-                if not q_one_hot:
-                    column, inside = column_of(token, q_map, q_width, mask & (p > 0.0))
-                    y = tl.load(q_row + column, mask=inside, other=-INF).to(tl.float32)
-                    if Q_KIND == KIND_PROBS:
-                        q = tl.where(y > 0.0, y, 0.0)
-                    else:
-                        q = probability(y, q_cutoff, q_row_max, q_log_mass, q_scale)
-            preferred = p > q
-            log_w = tl.where(preferred, log_of(p - q), log_w)
-        score = log_w
-        if not greedy:
-            score = log_w - log_pos(_exponentials(subs, seed, position, tag, SUB))
-        key = tl.where(log_w > -INF, race_key(score, token, preferred), 0)
-        best = tl.maximum(best, tl.max(tl.max(key, 1), 0))
+                log_w = tl.where((z >= cutoff) & (z > -INF), scaled(z, row_max, inverse), -INF)
+            preferred = tl.zeros([R, SUB], tl.int1)
+            if residual:
+                if P_KIND == KIND_PROBS:
+                    p = tl.where(z > 0.0, z, 0.0)
+                else:
+                    p = probability(z, cutoff, row_max, log_mass, scale)
+                q = (token == x).to(tl.float32)
+                if q_row is not None:
+                    if not q_one_hot:
+                        column, inside = column_of(token, q_map, q_width, mask & (p > 0.0))
+                        y = tl.load(q_row + column, mask=inside, other=-INF).to(tl.float32)
+                        if Q_KIND == KIND_PROBS:
+                            q = tl.where(y > 0.0, y, 0.0)
+                        else:
+                            q = probability(y, q_cutoff, q_row_max, q_log_mass, q_scale)
+                preferred = p > q
+                log_w = tl.where(preferred, log_of(p - q), log_w)
+            score = log_w
+            if not greedy:
+                score = log_w - log_pos(_exponentials(subs, seed, position, tag, SUB))
+            key = tl.where(log_w > -INF, race_key(score, token, preferred), 0)
+            best = tl.maximum(best, tl.max(tl.max(key, 1), 0))
     return best, bad

@@ -313,7 +313,7 @@ def _filtered(
                 low = base
             elif 1.0 - share > 1e-4:
                 # Tokens below this cannot hold what top-p leaves out.
-                t = log_pos(tl.div_rn((1.0 - share) * total, vocab.to(tl.float32))) * LOG2E
+                t = log_pos(tl.div_rn((1.0 - share) * total, tl.zeros([], tl.float32) + vocab)) * LOG2E
                 low = tl.maximum(low, row_max + tl.div_rn(t * 1.0001 - 0.05, scale) - slack)
         # The maxima alone hold no more than the row: where they reach the goal, so does the row.
         maxima = load_maxima(space, vocab, SUB, MAXIMA)

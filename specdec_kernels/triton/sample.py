@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ._launch import OPTIONS, check_vocab, maxima_of, race_splits, subtile_of, workspace
+from ._launch import OPTIONS, check_vocab, maxima_of, race_share_of, race_splits, subtile_of, workspace
 from ._numerics import INF
 from ._race import KIND_LOGITS, column_of, log_probability, race_share, token_of
 from ._row import CANDIDATES, STATUS_EMPTY_ROW, slot_of, temperature_of
@@ -16,12 +16,12 @@ def sample_kernel(
     stream, cutoff, row_max, log_mass, status, tokens, logprobs, space, best, done, splits,
     SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Program n * splits + s races the s-th share of row n; the last of a row's programs to be done writes its outputs.
+    """Program n * splits + s races the s-th part of row n; the last of a row's programs to be done writes its outputs.
 
     Bytes: the subtiles of a row that reach its cutoff, once more; with a map, the whole row.
     """
     n = (tl.program_id(0) // splits).to(tl.int64)
-    share = tl.program_id(0) % splits
+    split = tl.program_id(0) % splits
     slot = slot_of(n, rows, slots, num_slots, num_params)
     greedy, inverse, scale = temperature_of(temperature + slot)
     c, m, mass = tl.load(cutoff + n), tl.load(row_max + n), tl.load(log_mass + n)
@@ -36,7 +36,7 @@ def sample_kernel(
         key, _ = race_share(
             row, target_to_draft, width, vocab, c, m, inverse, mass, scale, greedy,
             False, None, None, 0, c, m, mass, scale, False, -1,
-            tl.load(seed + slot), at, tag, space + n * (3 * MAXIMA + CANDIDATES), share * SHARE,
+            tl.load(seed + slot), at, tag, space + n * (3 * MAXIMA + CANDIDATES), split, splits,
             KIND_LOGITS, KIND_LOGITS, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:
@@ -80,5 +80,5 @@ def sample(
             logits, logits.stride(0), V, vocab, temperature, seed, slots, 0 if slots is None else slots.shape[0],
             temperature.shape[0], position, rows, ids, target_to_draft, stream, cutoff, row_max, log_mass, status,
             tokens, logprobs, scratch["space"], scratch["best"], scratch["done"], splits,
-            SUB=SUB, MAXIMA=maxima, SHARE=maxima // splits, **OPTIONS,
+            SUB=SUB, MAXIMA=maxima, SHARE=race_share_of(widest), **OPTIONS,
         )  # fmt: skip

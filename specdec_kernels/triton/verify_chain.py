@@ -7,7 +7,18 @@ from (under `coupled` all of its rows) and writes the outputs.
 import triton
 import triton.language as tl
 
-from ._launch import OPTIONS, check_vocab, maxima_of, race_splits, scan_splits, scan_tile, subtile_of, workspace
+from ._launch import (
+    OPTIONS,
+    check_vocab,
+    maxima_of,
+    power_of_2,
+    race_share_of,
+    race_splits,
+    scan_splits,
+    scan_tile,
+    subtile_of,
+    workspace,
+)
 from ._numerics import INF
 from ._race import (
     KIND_LOGITS,
@@ -284,7 +295,7 @@ def emit_kernel(
     """
     P_KIND: tl.constexpr = KIND_PROBS if T_PROBS else KIND_LOGITS
     Q_KIND: tl.constexpr = KIND_PROBS if Q_PROBS else KIND_LOGITS
-    share = tl.program_id(0) % splits
+    split = tl.program_id(0) % splits
     item = tl.program_id(0) // splits
     rows = 1
     if COUPLED:
@@ -325,7 +336,7 @@ def emit_kernel(
         key, bad = race_share(
             target + (start + b + i) * stride, None, V, V, c, m, inverse, mass, scale, False,
             residual, q_row, target_to_draft, Vd, q_c, q_m, q_mass, q_scale, q_one_hot, x,
-            tl.load(seed + slot), at, STREAM_SAMPLE, space + row * (3 * MAXIMA + CANDIDATES), share * SHARE,
+            tl.load(seed + slot), at, STREAM_SAMPLE, space + row * (3 * MAXIMA + CANDIDATES), split, splits,
             P_KIND, Q_KIND, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:
@@ -445,5 +456,5 @@ def verify_chain(
             **shared, **between, best=scratch["best"], nans=scratch["nans"], finished=scratch["finished"],
             tokens=tokens, num_accepted=num_accepted, num_emitted=num_emitted, status=status, logprobs=logprobs,
             cutoff=cutoff, row_max=row_max, log_mass=log_mass,
-            splits=splits, SHARE=maxima // splits, K_PAD=triton.next_power_of_2(K + 1),
+            splits=splits, SHARE=race_share_of(widest), K_PAD=power_of_2(K + 1),
         )  # fmt: skip
