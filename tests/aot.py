@@ -127,6 +127,7 @@ def _calls() -> dict:
         "verify_chain bfloat16 saved nucleus": call(chain, bf16, draft_nucleus=saved),
         "verify_chain float16 without q": call(chain, torch.float16, q=False),
         "verify_chain bfloat16 coupled": call(chain, bf16, q=False, rule="coupled"),
+        "verify_chain bfloat16 V=1": call(chain, bf16, 1),
         "verify_chain probs": probs,
     }
 

@@ -235,13 +235,13 @@ def all_outputs(backend):
     return outputs
 
 
-def test_rank_divergence(compiled):
+def test_rank_divergence(native):
     """Two ranks with the same logits accept the same drafts, whatever their thread counts."""
     torch.set_num_threads(1)
-    want = all_outputs(compiled)
+    want = all_outputs(native)
     for n in (2, 3, 4):
         torch.set_num_threads(n)
-        for a, b in zip(all_outputs(compiled), want, strict=True):
+        for a, b in zip(all_outputs(native), want, strict=True):
             assert_same_bits(a, b, f"{n} threads")
 
 
@@ -273,11 +273,13 @@ def take(call, order):
 def test_slot_dependent(q, backend):
     """Alone, in reverse, doubled: request b's bits do not change. One thread runs requests, four run rows in parallel."""
     call, _ = known_call(vocab=4097, kind="lm", q=q, seed=6)
+    if backend == "triton":  # twelve requests, one by one and twice over, take the interpreter a minute
+        call = take(call, range(4))
     B = len(call.lengths)
     torch.set_num_threads(1)
     whole = take(call, range(B)).run(backend)
-    orders = [[b] for b in range(B)] + [list(range(B))[::-1], [*range(B), *range(B)], [3, 5]]
-    for n in (1, 4):
+    orders = [[b] for b in range(B)] + [list(range(B))[::-1], [*range(B), *range(B)], [B - 1, 1]]
+    for n in (1, 4) if backend == "native" else (1,):
         torch.set_num_threads(n)
         for order in orders:
             index = torch.tensor(order)
