@@ -49,6 +49,8 @@ def test_parity(kind, dtype, backend):
 
 @pytest.mark.parametrize("vocab", [32001, 151936])
 def test_parity_of_large_vocabularies(vocab, compiled):
+    if compiled == "triton" and vocab > 32001:
+        pytest.skip("the interpreter takes seconds a row")
     tally = Tally()
     for kind in ("lm", "normal", "masked"):
         for dtype in (torch.float32, torch.bfloat16):

@@ -41,6 +41,8 @@ def test_parity(rule, q, dtype, backend):
     tally = Tally()
     turn = RULES.index(rule) + Q_SOURCES.index(q) + DTYPES.index(dtype)
     for i, kind in enumerate(KINDS):
+        if backend == "triton" and (i + turn) % 2:  # the interpreter: every kind in every other test
+            continue
         key = {"vocab": (2, 17, 111, 1000)[(i + turn) % 4], "order": ORDERS[(i + turn) % 3]}
         call, ref = known_call(kind=kind, dtype=dtype, q=q, rule=rule, seed=i, **key)
         compare(call.run(backend), ref, tally)
