@@ -15,7 +15,6 @@ from . import _schemas
 logger = logging.getLogger("specdec_kernels")
 
 BUILD_HINT = "build it with a C++17 compiler: pip install --no-build-isolation -v . (SPECDEC_BUILD_CPU must not be 0)"
-TRITON_HINT = "pip install triton, and tensors on a CUDA device"
 NAMES = ("auto", *_schemas.SUFFIXES)
 
 
@@ -53,7 +52,7 @@ def _find_triton(device_type: str) -> str | None:
     try:
         interpreted = importlib.import_module(".triton", __package__).INTERPRETED
     except Exception as error:
-        return f"triton does not import: {error}"
+        return f"triton does not import ({error}): pip install triton"
     if device_type == "cpu" and not interpreted:
         return "CPU tensors need Triton's interpreter: TRITON_INTERPRET=1 before the first use"
     return None
@@ -106,8 +105,8 @@ def resolve(op: str, backend: str, device: torch.device) -> str:
     if reason is None:
         return wanted
     if backend != "auto":
-        hint = BUILD_HINT if backend == "native" else TRITON_HINT
-        raise BackendUnavailable(f"{op}: backend {backend!r} is not available: {reason}; {hint}")
+        hint = f"; {BUILD_HINT}" if backend == "native" else ""
+        raise BackendUnavailable(f"{op}: backend {backend!r} is not available: {reason}{hint}")
     if not torch.compiler.is_compiling():
         _log_fallback(wanted, device.type, reason)
     return "eager"

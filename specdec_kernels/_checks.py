@@ -47,8 +47,9 @@ def vector(
     fail(op, name, f"{kind} [{what}{'>=' if at_least else '='}{size}], contiguous, on {device}", value)
 
 
-def params(op: str, name: str, value, batch: int, device: torch.device) -> None:
-    """SamplingTensors of `batch` requests, or of any number of states with `slots` [batch]."""
+def params(op: str, name: str, value, batch: int, device: torch.device, rows: int) -> None:
+    """SamplingTensors of `batch` requests, or of any number of states with `slots` [batch]; not empty if `rows` are to be
+    given parameters."""
     if value is None or not hasattr(value, "temperature") or not hasattr(value, "slots"):
         fail(op, name, "a SamplingTensors", value)
     size = batch
@@ -60,6 +61,8 @@ def params(op: str, name: str, value, batch: int, device: torch.device) -> None:
     vector(op, f"{name}.top_k", value.top_k, (torch.int32,), size, "B", device)
     vector(op, f"{name}.min_p", value.min_p, (torch.float32,), size, "B", device)
     vector(op, f"{name}.seed", value.seed, (torch.int64,), size, "B", device)
+    if rows > 0 and (batch == 0 or size == 0):
+        fail(op, name, "of at least one request where there are rows", f"{batch} requests, {size} states")
 
 
 def choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> int:
@@ -76,7 +79,7 @@ def row_op(op: str, logits, params_, rows, filter_order: str, orders: tuple[str,
     N, device = logits.shape[0], logits.device
     if rows is not None:
         vector(op, "rows", rows, INDEX_DTYPES, N, "N", device)
-    params(op, "params", params_, N if rows is None else getattr(params_, "num_requests", 0), device)
+    params(op, "params", params_, N if rows is None else getattr(params_, "num_requests", 0), device, N)
     return choice(op, "filter_order", filter_order, orders)
 
 

@@ -141,7 +141,7 @@ def verify_chain(
     if getattr(params, "num_requests", 0) == B + 1:  # counts, or a prefix sum without its 0
         must = f"int32 [B + 1={B + 2}], a prefix sum that starts at 0, for the B={B + 1} requests of params"
         _checks.fail(op, "cu_num_draft", must, cu_num_draft)
-    _checks.params(op, "params", params, B, device)
+    _checks.params(op, "params", params, B, device, B)
     if position is not None:
         _checks.vector(op, "position", position, (torch.int64,), B, "B", device)
     if max_draft is None:
@@ -174,7 +174,7 @@ def verify_chain(
             _checks.fail(
                 op, "draft_params", "given with draft_logits (the parameters the drafts were sampled with)", "None"
             )
-        _checks.params(op, "draft_params", draft_params, B, device)
+        _checks.params(op, "draft_params", draft_params, B, device, B)
     else:
         draft_params = None
     if draft_nucleus is not None:

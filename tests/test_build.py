@@ -127,9 +127,11 @@ def test_pure_python_install(installed):
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[[1, 2, -1]] [[1, 2, -1]]"
     assert done.stderr.count("the extension was not built") == 1
-    done = run(sys.executable, "-m", "specdec_kernels", "info", cwd=installed, PYTHONPATH=str(installed))
+    info = [sys.executable, "-m", "specdec_kernels", "info"]
+    done = run(*info, cwd=installed, PYTHONPATH=str(installed), TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     report = json.loads(done.stdout)
     assert report["backends"]["native (CPU)"] == {"available": False, "reason": "the extension was not built"}
+    assert "TRITON_INTERPRET=1" in report["backends"]["triton"]["reason"]
     assert report["ops"] == {op: ["eager"] for op in _schemas.SCHEMAS}
 
 

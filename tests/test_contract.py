@@ -470,3 +470,17 @@ def test_native_on_another_device(caplog):
         assert _backends.resolve("sample", "auto", torch.device("meta")) == "eager"
         _backends.resolve("sample", "auto", torch.device("meta"))
     assert len(caplog.records) == (1 if _backends.DEFAULT == "auto" else 0)
+
+
+def test_no_parameters_for_rows(backend):
+    """A table without states, or without slots, has nothing that an index could be clamped to."""
+    rows, index = torch.randn(2, 10), torch.tensor([0, 0])
+    some = sk.SamplingTensors.create(1.0, batch_size=2)
+    empty = sk.SamplingTensors(*(getattr(some, f)[:0] for f in ("temperature", "top_p", "top_k", "min_p", "seed")))
+    no_slots = replace(some, slots=index[:0])
+    for params in (empty, replace(empty, slots=index), no_slots):
+        for op in (sk.nucleus, sk.sample, sk.filter_probs):
+            with pytest.raises(ValueError, match="params"):
+                op(rows, params, rows=index, backend=backend)
+    with pytest.raises(ValueError, match="params"):
+        sk.verify_chain(rows, index, offsets([0, 0]), replace(empty, slots=index), backend=backend)

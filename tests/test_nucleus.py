@@ -146,6 +146,15 @@ def test_rows_and_slots_choose_the_parameters(backend):
     assert torch.equal(clamped.cutoff, got.cutoff)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("temperature", [1.0, 1e30])
+def test_top_k_of_a_row_wider_than_float32(temperature, k, backend):
+    """The distance of the values from the maximum overflows: counting must not go through it."""
+    rows = torch.tensor([[3.4e38, 0.0, -3.2e38, -3.3e38, -3.4e38], [3.4e38, -3.1e38, -3.2e38, -3.3e38, -3.4e38]])
+    got, _ = run(rows, sk.SamplingTensors.create(temperature, top_k=k, batch_size=2), backend)
+    assert torch.equal(got.cutoff, rows.sort(descending=True).values[:, k - 1])
+
+
 def test_no_rows(backend):
     got, status = run(torch.zeros(0, 7), sk.SamplingTensors.create(batch_size=0), backend)
     assert [t.shape for t in (*got, status)] == [(0,)] * 4

@@ -84,9 +84,9 @@ def _splits(per_processor: int, rows: int, vocab: int, device: torch.device) -> 
     return min(power_of_2(wanted), most_splits(vocab))
 
 
-def check_vocab(op: str, vocab: int) -> None:
+def check_vocab(op: str, name: str, vocab: int) -> None:
     if vocab > MAX_VOCAB:
-        fail(op, "the vocabulary", f"at most {MAX_VOCAB} for the Triton backend", str(vocab))
+        fail(op, name, f"over at most {MAX_VOCAB} ids for backend 'triton'", str(vocab))
 
 
 class Workspace:

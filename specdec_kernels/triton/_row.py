@@ -50,7 +50,9 @@ def temperature_of(pointer):
 @triton.jit
 def weight(z, row_max, scale):
     """exp((z - row_max) / T): 1 at the maximum (+inf included), 0 for -inf. A scale of 0 counts the finite values."""
-    return tl.where(z == row_max, 1.0, tl.where(z > -INF, tl.exp2((z - row_max) * scale), 0.0))
+    # A difference that overflows must not meet a scale of 0.
+    x = tl.maximum(z - row_max, LEAST_FINITE) * scale
+    return tl.where(z == row_max, 1.0, tl.where(z > -INF, tl.exp2(x), 0.0))
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def filter_probs_kernel(
 
 def filter_probs(logits, temperature, top_p, top_k, min_p, slots, rows, filter_order, probs, status) -> None:
     N, V = logits.shape
-    check_vocab("filter_probs", V)
+    check_vocab("filter_probs", "logits", V)
     maxima, SUB, tiles = maxima_of(V), subtile_of(V), -(-V // TILE)
     found = {"cutoff": N, "row_max": N, "log_mass": N, "peak": N}
     with workspace(N, maxima, {"done": N}, logits.device, **found) as scratch:

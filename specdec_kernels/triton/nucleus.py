@@ -73,7 +73,7 @@ def nucleus(
     logits, temperature, top_p, top_k, min_p, slots, rows, filter_order, cutoff, row_max, log_mass, status
 ) -> None:
     N, V = logits.shape
-    check_vocab("nucleus", V)
+    check_vocab("nucleus", "logits", V)
     maxima, SUB = maxima_of(V), subtile_of(V)
     with workspace(N, maxima, {"done": N}, logits.device) as scratch:
         launch_nucleus(

@@ -65,7 +65,8 @@ def sample(
     N, V = logits.shape
     vocab = V if target_to_draft is None else target_to_draft.shape[0]
     widest = max(V, vocab)
-    check_vocab("sample", widest)
+    check_vocab("sample", "logits", V)
+    check_vocab("sample", "target_to_draft", vocab)
     maxima, SUB = maxima_of(widest), subtile_of(widest)
     nucleus = {} if cutoff is not None else {"cutoff": N, "row_max": N, "log_mass": N}
     with workspace(N, maxima, {"done": N, "best": N}, logits.device, **nucleus) as scratch:

@@ -415,13 +415,13 @@ def verify_chain(
     B, K = tokens.shape[0], tokens.shape[1] - 1
     R, V = target.shape
     coupled = rule == RULE_COUPLED.value
-    check_vocab("verify_chain", V)
+    check_vocab("verify_chain", "target_probs" if target_is_probs else "target_logits", V)
     if coupled:
         draft = draft_rows = draft_cutoff = draft_row_max = draft_log_mass = target_to_draft = None
     height, Vd = (0, 0) if draft is None else draft.shape
     sides = 2 if draft is not None and not draft_is_probs and draft_cutoff is None else 1
     widest = max(V, Vd) if sides == 2 else V
-    check_vocab("verify_chain", widest)
+    check_vocab("verify_chain", "draft_logits", widest)
     maxima, SUB = maxima_of(widest), subtile_of(widest)
     rows = B * (K + 1)
     scanned = rows + (B * K if sides == 2 else 0)
