@@ -77,9 +77,10 @@ def sample(
             None, maxima, SUB, scratch["space"], scratch["done"],
         )  # fmt: skip
         splits = race_splits(N, widest, logits.device)
+        # Two blocks a multiprocessor here as well; 112 registers make it spill on sm_120.
         sample_kernel[(N * splits,)](
             logits, logits.stride(0), V, vocab, temperature, seed, slots, 0 if slots is None else slots.shape[0],
             temperature.shape[0], position, rows, ids, target_to_draft, stream, cutoff, row_max, log_mass, status,
             tokens, logprobs, scratch["space"], scratch["best"], scratch["done"], splits,
-            SUB=SUB, MAXIMA=maxima, SHARE=race_share_of(widest), **OPTIONS,
+            SUB=SUB, MAXIMA=maxima, SHARE=race_share_of(widest), **OPTIONS | {"maxnreg": 128},
         )  # fmt: skip
