@@ -187,6 +187,8 @@ def kernels_of(run: Callable, device: torch.device) -> list[str] | None:
 
 
 def sorted_torch(case: Case) -> Callable:
+    """`_peers.sorted_torch` without indexing by masks and without multinomial, which wait for the device and so cannot be
+    captured in a graph; that one stays as it was measured on CPUs."""
     from ._peers import sort_filtered
 
     B, d, device = case.cell.batch, case.cell.drafts, case.device

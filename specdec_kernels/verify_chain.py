@@ -108,7 +108,7 @@ def verify_chain(
 
     Randomness: Philox4x32-10 keyed by the request's seed; coins on stream 1 at (anchor = position[b], offset i), the
     emitted token on stream 2 at its absolute position. No host sync; output shapes depend on B and K only. The caller's
-    tensors are not modified, nothing of size [rows, V] is allocated by the native backend.
+    tensors are not modified, nothing of size [rows, V] is allocated by the native and Triton backends.
 
     >>> logits = torch.tensor([[0.0, 9.0, 0.0], [0.0, 0.0, 9.0], [9.0, 0.0, 0.0]])
     >>> params = SamplingTensors.create(temperature=0.0)

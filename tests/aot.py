@@ -70,6 +70,8 @@ class Usage(NamedTuple):
     """bytes of shared memory"""
     wide_loads: int
     """128-bit global loads in the PTX"""
+    volatile_loads: int
+    """loads by every thread of a word that may change meanwhile, in the PTX"""
 
 
 def usage(kernel) -> Usage:
@@ -80,8 +82,15 @@ def usage(kernel) -> Usage:
         tool = triton.knobs.nvidia.cuobjdump.path
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
-    wide = re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v8\.b16|ld\.global\S*\.v2\.b64", kernel.asm["ptx"])
-    return Usage(int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"]), kernel.metadata.shared, len(wide))
+    ptx = kernel.asm["ptx"]
+    wide = re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v8\.b16|ld\.global\S*\.v2\.b64", ptx)
+    return Usage(
+        int(found["REG"]),
+        int(found["STACK"]) + int(found["LOCAL"]),
+        kernel.metadata.shared,
+        len(wide),
+        ptx.count("ld.volatile"),
+    )
 
 
 ARCHITECTURES = (80, 89, 90, 100, 120)

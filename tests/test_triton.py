@@ -107,6 +107,29 @@ def test_counters_return_to_zero(monkeypatch):
         assert not kept.counters.any()
 
 
+def test_a_call_that_fails_leaves_no_counters():
+    """Between its launches: what it had counted must not reach the next call."""
+    from specdec_kernels.triton import _launch
+
+    kept = _launch.Workspace(torch.device("cpu"))
+    sizes = (3, 32, {"done": 3, "best": 5}, {"peak": 3})
+    with pytest.raises(KeyboardInterrupt), kept.held(*sizes) as scratch:
+        scratch["done"].fill_(1)
+        raise KeyboardInterrupt
+    with kept.held(*sizes) as scratch:
+        assert not scratch["done"].any() and not scratch["best"].any()
+
+
+def test_alignment_does_not_depend_on_the_batch():
+    """Triton compiles a kernel for each alignment of its pointers: parts of the workspace start at multiples of 128 bytes."""
+    from specdec_kernels.triton import _launch
+
+    for n in (1, 3, 7, 64):
+        taken = _launch.Workspace(torch.device("cpu")).take(n, 32, {"done": n, "best": n}, {"peak": n, "cutoff": 3 * n})
+        start = {t.dtype.itemsize: t.data_ptr() for t in (taken["space"], taken["done"])}
+        assert all((t.data_ptr() - start[t.dtype.itemsize]) % 128 == 0 for t in taken.values())
+
+
 def test_fp32_copy_oom(monkeypatch):
     """The workspace is a small part of a float32 copy of the logits: V / 128 maxima, masses and list entries a row and 1,024
     candidates."""

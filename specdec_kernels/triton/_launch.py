@@ -41,10 +41,10 @@ def subtile_of(vocab: int) -> int:
 
 
 def scan_tile(rows: Tensor, sub: int) -> int:
-    """Tokens that a scan takes at once: 8 KB where 16-byte loads are possible, fewer where each token needs an address."""
-    size = rows.element_size()
-    aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * size % 16 == 0
-    return max(8192 // size if aligned else 1024, sub)
+    """Tokens that a scan takes at once: 8 KB where 16-byte loads are possible, fewer where each token needs an address.
+    Triton knows of a stride whether 16 divides it, in elements."""
+    aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) % 16 == 0
+    return max(8192 // rows.element_size() if aligned else 1024, sub)
 
 
 @functools.cache
@@ -100,6 +100,18 @@ class Workspace:
         self.counters = torch.empty(0)
         self.taken: dict[tuple, dict[str, Tensor]] = {}  # by the sizes: a step's are those of the step before
 
+    @contextlib.contextmanager
+    def held(self, *sizes):
+        """`take`, for one call at a time: two threads on one stream must not come between each other's launches. A call
+        that fails between its launches leaves counters behind, so they are given up."""
+        with self.lock:
+            try:
+                yield self.take(*sizes)
+            except BaseException:
+                self.taken.clear()
+                self.counters = torch.empty(0)
+                raise
+
     def take(self, rows: int, maxima: int, counters: dict[str, int], found: dict[str, int]) -> dict[str, Tensor]:
         key = (rows, maxima, *counters.items(), *found.items())
         if key not in self.taken:
@@ -110,14 +122,12 @@ class Workspace:
 
     def _take(self, rows: int, maxima: int, counters: dict[str, int], found: dict[str, int]) -> dict[str, Tensor]:
         sizes = {"space": rows * (3 * maxima + CANDIDATES.value), **found}
-        if self.scratch.numel() < sum(sizes.values()):
+        if self.scratch.numel() < (needed := _padded(sizes)):
             self.taken.clear()
-            size = power_of_2(sum(sizes.values()))
-            self.scratch = torch.empty(size, dtype=torch.float32, device=self.device)
-        if self.counters.numel() < sum(counters.values()):
+            self.scratch = torch.empty(power_of_2(needed), dtype=torch.float32, device=self.device)
+        if self.counters.numel() < (needed := _padded(counters)):
             self.taken.clear()
-            size = power_of_2(sum(counters.values()))
-            self.counters = torch.zeros(size, dtype=torch.int64, device=self.device)
+            self.counters = torch.zeros(power_of_2(needed), dtype=torch.int64, device=self.device)
         taken = _cut(self.scratch, sizes) | _cut(self.counters, counters)
         return {name: t.view(torch.int32) if name in INTEGERS else t for name, t in taken.items()}
 
@@ -125,9 +135,18 @@ class Workspace:
 INTEGERS = ("row_status", "row_token", "peak")
 
 
+def _room(size: int) -> int:
+    """Parts begin at multiples of 32 elements: Triton compiles anew where the alignment of a pointer changes."""
+    return -(-size // 32) * 32
+
+
+def _padded(sizes: dict[str, int]) -> int:
+    return sum(map(_room, sizes.values()))
+
+
 def _cut(buffer: Tensor, sizes: dict[str, int]) -> dict[str, Tensor]:
-    total = sum(sizes.values())
-    return dict(zip(sizes, buffer[:total].split(list(sizes.values())), strict=True))
+    parts = buffer[: _padded(sizes)].split([_room(size) for size in sizes.values()])
+    return {name: part[:size] for (name, size), part in zip(sizes.items(), parts, strict=True)}
 
 
 _workspaces: dict[tuple[torch.device, int], Workspace] = {}
@@ -148,6 +167,6 @@ def workspace(rows: int, maxima: int, counters: dict[str, int], device: torch.de
             yield Workspace(device).take(rows, maxima, counters, found)
             return
         key = (device, torch.cuda.current_stream(device).cuda_stream)
-        kept = _workspaces.setdefault(key, Workspace(device))
-        with kept.lock:  # two threads on one stream must not come between each other's launches
-            yield kept.take(rows, maxima, counters, found)
+        kept = _workspaces.get(key) or _workspaces.setdefault(key, Workspace(device))
+        with kept.held(rows, maxima, counters, found) as scratch:
+            yield scratch

@@ -1,8 +1,8 @@
 """Device functions: one row of logits to its nucleus.
 
-A row is cut into subtiles of 128 tokens (more for vocabularies past half a million). The scan reads it once and keeps each
-subtile's maximum and mass, both within a warp. The maxima bound the cutoff from below, so the
-search reads only the subtiles that reach the bound again: about ten of a language model's row, all of a flat one.
+A row is cut into subtiles of 128 tokens (more past V = 131,072). The scan reads it once and keeps each subtile's maximum
+and mass. The maxima bound the cutoff from below, so the search reads only the subtiles that reach the bound again: about
+ten of a language model's row, all of a flat one.
 
 The search halves an interval of values between two of the row's own until they meet. What it depends on is summed by one
 program in a fixed order, so a row's nucleus does not depend on how many programs scanned it.
@@ -25,6 +25,12 @@ STATUS_NAN = tl.constexpr(2)
 @triton.jit
 def clamped(i, size):
     return tl.minimum(tl.maximum(i, 0), size - 1)
+
+
+@triton.jit
+def space_of(space, n, MAXIMA: tl.constexpr):
+    """Workspace of scanned row n: MAXIMA maxima, as many masses and list entries, CANDIDATES values."""
+    return space + n * (3 * MAXIMA + CANDIDATES)
 
 
 @triton.jit
@@ -240,9 +246,8 @@ def nucleus_of(
     source, vocab, greedy, scale, top_p, top_k, min_p, space,
     ORDER: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
-    """(cutoff, row_max, log_mass) of a row of `vocab` logits (`source`: see _block) that `scan_share` has been over.
-
-    `space` is the row's workspace: MAXIMA maxima, as many masses and list entries, CANDIDATES values."""
+    """(cutoff, row_max, log_mass) of a row of `vocab` logits (`source`: see _block) that `scan_share` has been over;
+    `space` is the row's (see space_of)."""
     maxima = load_maxima(space, vocab, SUB, MAXIMA)
     row_max = tl.max(maxima, 0)
     cutoff = row_max

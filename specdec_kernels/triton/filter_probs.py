@@ -6,7 +6,7 @@ import triton.language as tl
 from ._launch import OPTIONS, TILE, check_vocab, maxima_of, subtile_of, workspace
 from ._numerics import INF
 from ._race import probability
-from ._row import CANDIDATES, slot_of, temperature_of
+from ._row import slot_of, space_of, temperature_of
 from .nucleus import launch_nucleus
 
 
@@ -32,7 +32,7 @@ def filter_probs_kernel(
         if m > -INF:
             p = (token == tl.load(peak + n)).to(tl.float32)
     else:
-        reached = tl.load(space + n * (3 * MAXIMA + CANDIDATES) + sub, mask=sub * SUB < V, other=-INF) >= c
+        reached = tl.load(space_of(space, n, MAXIMA) + sub, mask=sub * SUB < V, other=-INF) >= c
         z = tl.load(logits + n * stride + token, mask=reached[:, None] & (token < V), other=-INF).to(tl.float32)
         p = probability(z, c, m, mass, scale)
     tl.store(probs + n * V + token, p, mask=token < V)

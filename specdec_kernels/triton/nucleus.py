@@ -6,7 +6,6 @@ import triton.language as tl
 from ._launch import OPTIONS, check_vocab, maxima_of, scan_splits, scan_tile, subtile_of, workspace
 from ._numerics import INF
 from ._row import (
-    CANDIDATES,
     STATUS_EMPTY_ROW,
     STATUS_NAN,
     finished_scan,
@@ -14,6 +13,7 @@ from ._row import (
     nucleus_of,
     scan_share,
     slot_of,
+    space_of,
     temperature_of,
 )
 
@@ -35,7 +35,7 @@ def nucleus_kernel(
     slot = slot_of(n, rows, slots, num_slots, num_params)
     greedy, _, scale = temperature_of(temperature + slot)
     row = logits + n * stride
-    space += n * (3 * MAXIMA + CANDIDATES)
+    space = space_of(space, n, MAXIMA)
     nan = scan_share(row, V, split, splits, scale, not greedy, space, TILE, SUB, MAXIMA)
     seen, last = finished_scan(done + n, nan, splits)
     if not last:

@@ -6,7 +6,7 @@ import triton.language as tl
 from ._launch import OPTIONS, check_vocab, maxima_of, race_share_of, race_splits, subtile_of, workspace
 from ._numerics import INF
 from ._race import KIND_LOGITS, column_of, log_probability, race_share, token_of
-from ._row import CANDIDATES, STATUS_EMPTY_ROW, slot_of, temperature_of
+from ._row import STATUS_EMPTY_ROW, slot_of, space_of, temperature_of
 from .nucleus import launch_nucleus
 
 
@@ -36,7 +36,7 @@ def sample_kernel(
         key, _ = race_share(
             row, target_to_draft, width, vocab, c, m, inverse, mass, scale, greedy,
             False, None, None, 0, c, m, mass, scale, False, -1,
-            tl.load(seed + slot), at, tag, space + n * (3 * MAXIMA + CANDIDATES), split, splits,
+            tl.load(seed + slot), at, tag, space_of(space, n, MAXIMA), split, splits,
             KIND_LOGITS, KIND_LOGITS, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:

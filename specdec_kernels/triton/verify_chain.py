@@ -33,7 +33,6 @@ from ._race import (
     token_of,
 )
 from ._row import (
-    CANDIDATES,
     STATUS_EMPTY_ROW,
     STATUS_NAN,
     finished_scan,
@@ -41,6 +40,7 @@ from ._row import (
     nucleus_of,
     scan_share,
     slot_of,
+    space_of,
     temperature_of,
 )
 
@@ -162,7 +162,8 @@ def decide_kernel(
     side = (item % (B * SIDES)) // B
     b = (item % B).to(tl.int64)
     start, count, _ = _chain_of(cu, b, D, R, K)
-    stopped = tl.load(stop + b, volatile=True)
+    # Other programs change this word meanwhile: one thread reads it for the block, or its warps could part ways here.
+    stopped = tl.atomic_add(stop + b, 0, sem="relaxed")
     wanted = (i < count) | ((i == count) & (side == 0) & EMIT_BONUS)
     if not (wanted & ((stopped == 0) | (i <= K + 1 - stopped))):
         return
@@ -200,7 +201,7 @@ def decide_kernel(
         f_p, f_k, f_m = tl.load(top_p + slot), tl.load(top_k + slot), tl.load(min_p + slot)
         if SIDES == 2:
             r = tl.where(side == 0, row, B * (K + 1) + b * K + i)
-            space += r * (3 * MAXIMA + CANDIDATES)
+            space = space_of(space, r, MAXIMA)
             draft_row = draft + tl.maximum(q_row, 0) * draft_stride
             nan = tl.zeros([], tl.int32)
             if side == 1:
@@ -217,7 +218,7 @@ def decide_kernel(
                     tl.where(side == 1, q_scale, scale), f_p, f_k, f_m, space, ORDER, SUB, MAXIMA,
                 )  # fmt: skip
         else:
-            space += row * (3 * MAXIMA + CANDIDATES)
+            space = space_of(space, row, MAXIMA)
             nan = scan_share(target_row, V, split, splits, scale, not greedy, space, P_TILE, SUB, MAXIMA)
             seen, last = finished_scan(done + row, nan, splits)
             if not last:
@@ -336,7 +337,7 @@ def emit_kernel(
         key, bad = race_share(
             target + (start + b + i) * stride, None, V, V, c, m, inverse, mass, scale, False,
             residual, q_row, target_to_draft, Vd, q_c, q_m, q_mass, q_scale, q_one_hot, x,
-            tl.load(seed + slot), at, STREAM_SAMPLE, space + row * (3 * MAXIMA + CANDIDATES), split, splits,
+            tl.load(seed + slot), at, STREAM_SAMPLE, space_of(space, row, MAXIMA), split, splits,
             P_KIND, Q_KIND, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:
