@@ -1,5 +1,7 @@
 """What the Triton kernels promise beside their numbers: launches, bytes, order of programs, workspace."""
 
+import threading
+
 import pytest
 import torch
 
@@ -118,6 +120,36 @@ def test_a_call_that_fails_leaves_no_counters():
         raise KeyboardInterrupt
     with kept.held(*sizes) as scratch:
         assert not scratch["done"].any() and not scratch["best"].any()
+
+
+def test_what_is_kept_belongs_to_no_pool(monkeypatch):
+    """Memory pools and inference mode are a thread's own. A kept workspace that grew inside one would be taken for a leak by
+    inductor's graph warm-up, or die with the pool; a call's own workspace must come from the capturing thread's pool."""
+    from specdec_kernels.triton import _launch
+
+    threads = []
+    for name in ("empty", "zeros"):
+        create = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *a, _f=create, **k: (threads.append(threading.get_ident()), _f(*a, **k))[1]
+        )
+    for kept in (True, False):
+        workspace = _launch.Workspace(torch.device("cpu"), kept=kept)
+        threads.clear()
+        with torch.inference_mode(), workspace.held(3, 32, {"done": 3}, {"peak": 3}) as scratch:
+            assert scratch["space"].shape[0] == 3 * (3 * 32 + 1024)
+        assert len(threads) == 2 and (threading.get_ident() in threads) == (not kept)
+        assert workspace.counters.is_inference() == (not kept)
+
+
+def test_a_workspace_that_cannot_grow():
+    """The error of the allocation reaches the caller, and the workspace works afterwards."""
+    from specdec_kernels.triton import _launch
+
+    workspace = _launch.Workspace(torch.device("cpu"), kept=True)
+    with pytest.raises(RuntimeError):
+        workspace.take(1 << 50, 32, {"done": 3}, {})
+    assert workspace.take(2, 32, {"done": 3}, {})["done"].tolist() == [0, 0, 0]
 
 
 def test_alignment_does_not_depend_on_the_batch():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -93,8 +95,9 @@ class Workspace:
     """What the programs of a call leave for each other: `space`, per scanned row its subtiles' maxima and masses, a list of
     subtiles and candidates, 4 * (3 * subtiles + 1,024) bytes; results of 32 bits; 64-bit counters, zero between calls."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, kept: bool = False):
         self.device = device
+        self.kept = kept
         self.lock = threading.Lock()
         self.scratch = torch.empty(0)
         self.counters = torch.empty(0)
@@ -124,12 +127,26 @@ class Workspace:
         sizes = {"space": rows * (3 * maxima + CANDIDATES.value), **found}
         if self.scratch.numel() < (needed := _padded(sizes)):
             self.taken.clear()
-            self.scratch = torch.empty(power_of_2(needed), dtype=torch.float32, device=self.device)
+            self.scratch = self._new(torch.empty, power_of_2(needed), torch.float32)
         if self.counters.numel() < (needed := _padded(counters)):
             self.taken.clear()
-            self.counters = torch.zeros(power_of_2(needed), dtype=torch.int64, device=self.device)
+            self.counters = self._new(torch.zeros, power_of_2(needed), torch.int64)
         taken = _cut(self.scratch, sizes) | _cut(self.counters, counters)
         return {name: t.view(torch.int32) if name in INTEGERS else t for name, t in taken.items()}
+
+    def _new(self, create: Callable, size: int, dtype: torch.dtype) -> Tensor:
+        """What is kept comes from no pool of the moment (a graph's, while inductor warms it up; `torch.cuda.use_mem_pool`)
+        and is no inference tensor. Both are matters of a thread, so another thread allocates, on the caller's stream."""
+        if not self.kept:
+            return create(size, dtype=dtype, device=self.device)
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+        def make() -> Tensor:
+            with torch.cuda.stream(stream):
+                return create(size, dtype=dtype, device=self.device)
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(make).result()
 
 
 INTEGERS = ("row_status", "row_token", "peak")
@@ -167,6 +184,6 @@ def workspace(rows: int, maxima: int, counters: dict[str, int], device: torch.de
             yield Workspace(device).take(rows, maxima, counters, found)
             return
         key = (device, torch.cuda.current_stream(device).cuda_stream)
-        kept = _workspaces.get(key) or _workspaces.setdefault(key, Workspace(device))
+        kept = _workspaces.get(key) or _workspaces.setdefault(key, Workspace(device, kept=True))
         with kept.held(rows, maxima, counters, found) as scratch:
             yield scratch

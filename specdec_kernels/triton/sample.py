@@ -40,7 +40,7 @@ def sample_kernel(
             KIND_LOGITS, KIND_LOGITS, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:
-            tl.atomic_max(best + n, key)
+            tl.atomic_max(best + n, key, sem="relaxed")
     tl.debug_barrier()
     if tl.atomic_add(done + n, 1) != splits - 1:
         return

@@ -270,7 +270,7 @@ def decide_kernel(
     tl.store(row_token + row, token)
     tl.store(row_status + row, status)
     if not accepted:
-        tl.atomic_max(stop + b, K + 1 - i)
+        tl.atomic_max(stop + b, K + 1 - i, sem="relaxed")
 
 
 @triton.jit(
@@ -341,9 +341,9 @@ def emit_kernel(
             P_KIND, Q_KIND, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:
-            tl.atomic_max(best + row, key)
+            tl.atomic_max(best + row, key, sem="relaxed")
         if bad > 0:
-            tl.atomic_max(nans + row, 1)
+            tl.atomic_max(nans + row, 1, sem="relaxed")
     tl.debug_barrier()
     if tl.atomic_add(finished + b, 1) == rows * splits - 1:
         k = tl.arange(0, K_PAD)
