@@ -10,8 +10,9 @@ from .filter_probs import filter_probs
 from .nucleus import Nucleus, NucleusResult, nucleus, row_nucleus, row_probs
 from .params import SamplingParams
 from .rng import coin, philox4x32, race_noise, uniform
+from .rows import accept_probability, residual
 from .sample import SampleResult, race, sample
-from .verify_chain import ChainLaw, VerifyResult, accept_probability, chain_law, residual, verify_chain
+from .verify_chain import ChainLaw, VerifyResult, chain_law, chain_weights, verify_chain
 
 __all__ = [
     "ChainLaw",
@@ -22,6 +23,7 @@ __all__ = [
     "VerifyResult",
     "accept_probability",
     "chain_law",
+    "chain_weights",
     "coin",
     "filter_probs",
     "nucleus",

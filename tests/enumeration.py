@@ -10,7 +10,7 @@ import importlib
 import itertools
 import math
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ import torch
 from python_ref import Nucleus, SamplingParams, rng, sample, verify_chain
 from python_ref.nucleus import row_nucleus, row_probs
 from python_ref.params import request_params
+from python_ref.rows import accept_probability
 from python_ref.sample import to_target_vocab
 from python_ref.verify_chain import chain_law
 
@@ -54,11 +55,11 @@ def explore(run) -> dict:
 
 @contextmanager
 def scripted(choose):
-    """Inside, the oracle's `sample` and `verify_chain` take every random decision from `choose`, with the probabilities
+    """Inside, the oracle's ops take every random decision from `choose`, with the probabilities
     that the decision has over its own noise: the race picks token v with weight[v], the accept test passes with
     `accept_probability`. That real noise has these laws is shown apart (`test_real_noise_*`, `test_accept_set_*`)."""
     # importlib: the package's functions hide its modules of the same name.
-    sample_module, verify_module = (importlib.import_module(f"python_ref.{m}") for m in ("sample", "verify_chain"))
+    modules = [importlib.import_module(f"python_ref.{m}") for m in ("sample", "rows", "verify_chain")]
 
     def race(weights, noise, condition=None):
         if not (weights > 0).any():
@@ -66,17 +67,17 @@ def scripted(choose):
         return choose(weights.clamp_min(0.0).tolist()), math.inf
 
     def accepts(coin, p_x, q_x):
-        a = verify_module.accept_probability(p_x, q_x)
+        a = accept_probability(p_x, q_x)
         return choose([1.0 - a, a]) == 1
 
     no_noise = lambda seed, position, stream, id, vocab: torch.ones(vocab, dtype=torch.float64)  # noqa: E731
-    with (
-        patch.object(sample_module, "race", race),
-        patch.object(verify_module, "race", race),
-        patch.object(verify_module, "accepts", accepts),
-        patch.object(verify_module.rng, "race_noise", no_noise),
-        patch.object(verify_module.rng, "coin", lambda seed, anchor, offset: 0.5),
-    ):
+    replaced = {"race": race, "accepts": accepts}
+    with ExitStack() as stack:
+        for module in modules:
+            for name in replaced.keys() & vars(module).keys():
+                stack.enter_context(patch.object(module, name, replaced[name]))
+        stack.enter_context(patch.object(rng, "race_noise", no_noise))
+        stack.enter_context(patch.object(rng, "coin", lambda seed, anchor, offset: 0.5))
         yield
 
 
@@ -223,22 +224,43 @@ def token_rule_law(p, q, drafts: dict, prefix: tuple = (), emit_bonus: bool = Tr
     return dict(law)
 
 
+def block_rule_law(p, q, drafts: dict, prefix: tuple = ()) -> dict:
+    """The block rule's joint law in closed form, without its acceptance probabilities: the drafts x have Q(x), and of it
+    A(x) is accepted at least so far: A(()) = 1, A(x y) = min(Q(x) q(y), A(x) p(y)). Exactly i drafts and then y have the mass
+    A(x) p(y) - A(x y)."""
+    law = defaultdict(float)
+
+    def walk(path: tuple, drafted: float, accepted: float) -> None:
+        here = (*prefix, *path)
+        goes_on = any(len(d) > len(path) and d[: len(path)] == path for d in drafts)
+        q_row = q(here) if goes_on else [0.0] * len(p(here))
+        for y, (p_y, q_y) in enumerate(zip(p(here), q_row, strict=True)):
+            both = min(drafted * q_y, accepted * p_y)
+            if accepted * p_y > both:
+                law[(*path, y), len(path)] += accepted * p_y - both
+            if q_y > 0:
+                walk((*path, y), drafted * q_y, both)
+
+    walk((), 1.0, 1.0)
+    return dict(law)
+
+
+def expected_accepted(law: dict) -> float:
+    return math.fsum(weight * accepted for (_, accepted), weight in law.items())
+
+
 def chain_step_law(law_of, drafts: dict, emit_bonus: bool = True) -> dict:
     """The same joint law from acceptance probabilities and emission rows: `law_of(drafts)` returns a `ChainLaw`."""
     out = defaultdict(float)
     for path, weight in drafts.items():
         chain = law_of(path)
-        for i, accept in enumerate(chain.accept):
-            for y, w in enumerate(chain.emit[i].tolist()):
-                if w * (1 - accept) != 0:
-                    out[(*path[:i], y), i] += weight * (1 - accept) * w
-            weight *= accept
-        if not emit_bonus:
-            out[path, len(path)] += weight
-            continue
-        for y, w in enumerate(chain.emit[-1].tolist()):
-            if w * weight != 0:
-                out[(*path, y), len(path)] += weight * w
+        for i, (count, emit) in enumerate(zip(chain.count, chain.emit, strict=True)):
+            if i == len(path) and not emit_bonus:
+                out[path, i] += weight * count
+                continue
+            for y, w in enumerate(emit.tolist()):
+                if w * count != 0:
+                    out[(*path[:i], y), i] += weight * count * w
     return dict(out)
 
 
@@ -283,6 +305,14 @@ class World:
         None
     )  # placeholder, too_large, zero_q, nan_row, empty_row: what the drafter does wrong
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether rules differ: neither drafts nor target are one-hot."""
+        greedy = {"temperature": 0.0}.items()
+        return self.q_form != "none" and not any(
+            greedy <= (f or {}).items() for f in (self.filters, self.draft_filters)
+        )
+
     def p(self, context) -> list[float]:
         filters = {k: float(np.float32(v)) for k, v in (self.filters or {}).items()}
         return filtered_probs(self.target(context).tolist(), order=self.order, **filters)
@@ -297,8 +327,10 @@ class World:
     def usable(self, prefix):
         return lambda drafts: self.goes_on((*prefix, *drafts)) and self.mishap((*prefix, *drafts)) is None
 
-    def exact(self, prefix=()) -> dict:
+    def exact(self, prefix=(), rule="token") -> dict:
         drafts = draft_law(self.q, self.d, prefix, self.usable(prefix))
+        if rule == "block" and self.stochastic:
+            return block_rule_law(self.p, self.q, drafts, prefix)
         return token_rule_law(self.p, self.q, drafts, prefix, self.emit_bonus)
 
 

@@ -5,6 +5,7 @@ import importlib
 import math
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from scipy.stats import chi2
 
 from python_ref import rng, sample, verify_chain
-from python_ref.verify_chain import ChainLaw, accept_probability, accepts, chain_law, residual
+from python_ref.rows import accept_probability, accepts, residual
+from python_ref.verify_chain import chain_law
 from tests.enumeration import (
     TOLERANCE,
     KeyRecorder,
@@ -33,7 +35,7 @@ from tests.enumeration import (
     world,
 )
 
-VERIFY_MODULE = importlib.import_module("python_ref.verify_chain")
+ROWS_MODULE = importlib.import_module("python_ref.rows")
 VISIBLE_BIAS = 1e-2
 """Negative controls must miss by at least this much."""
 
@@ -76,16 +78,21 @@ for order in ("hf", "vllm", "joint"):
     STEPS[f"q_filtered_{order}"] = World(Table(5, 1), order_rows, draft_filters=ORDER_FILTERS, order=order)
 
 
+@pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("name", STEPS)
-def test_one_step_joint_law_is_exact(name):
+def test_one_step_joint_law_is_exact(name, rule):
     w = STEPS[name]
-    real = real_step([w])
+    if rule == "block" and not w.emit_bonus:
+        pytest.skip("refused")
+    real = real_step([w], rule=rule)
+    exact = w.exact(rule=rule)
     assert math.isclose(math.fsum(real.values()), 1, abs_tol=TOLERANCE)
-    assert total_variation(real, w.exact()) < TOLERANCE
+    assert total_variation(real, exact) < TOLERANCE
     assert total_variation(completed(real, w.p, w.d + 1), text_law(w.p, w.d + 1)) < TOLERANCE
     if not name.endswith("_after_token_0"):  # `chain_law`, the piece that others can enumerate, is what the step does
-        pieces = chain_step_law(chain_law_of(w), draft_law(w.q, w.d, (), w.usable(())), w.emit_bonus)
-        assert total_variation(pieces, w.exact()) < TOLERANCE
+        law_of = chain_law_of(w, rule=partial(chain_law, rule=rule if w.stochastic else "token"))
+        pieces = chain_step_law(law_of, draft_law(w.q, w.d, (), w.usable(())), w.emit_bonus)
+        assert total_variation(pieces, exact) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -132,7 +139,7 @@ def with_emission(of):
     def rule(p, q, drafts):
         law = chain_law(p, q, drafts)
         emit = [of(p_i, q_i) for p_i, q_i in zip(p, q, strict=False)]
-        return ChainLaw(law.accept, [e / e.sum() for e in emit] + law.emit[-1:])
+        return law._replace(emit=[e / e.sum() for e in emit] + law.emit[-1:])
 
     return rule
 
@@ -142,10 +149,9 @@ def shifted_rows(p, q, drafts):
 
 
 def capped_ratio_of_q(p, q, drafts):
-    law = chain_law(p, q, drafts)
-    return ChainLaw(
-        [accept_probability(float(q_i[x]), float(p_i[x])) for p_i, q_i, x in zip(p, q, drafts, strict=False)], law.emit
-    )
+    accept = [accept_probability(float(q_i[x]), float(p_i[x])) for p_i, q_i, x in zip(p, q, drafts, strict=False)]
+    count = [math.prod(accept[:i]) * (1 - a) for i, a in enumerate([*accept, 0.0])]
+    return chain_law(p, q, drafts)._replace(count=count)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +171,7 @@ def test_control_wrong_pieces_are_seen(rule):
 
 def test_control_wrong_residual_inside_verify_chain_is_seen():
     w = STEPS["stochastic"]
-    with patch.object(VERIFY_MODULE, "residual", lambda p, q: (p - q).abs()):
+    with patch.object(ROWS_MODULE, "residual", lambda p, q, weight: (weight * p - q).abs()):
         assert total_variation(completed(real_step([w]), w.p, w.d + 1), text_law(w.p, w.d + 1)) > VISIBLE_BIAS
 
 
@@ -174,7 +180,7 @@ def test_control_mask_not_prefix_is_seen():
     w = world(3, 40)
     law_of, law = chain_law_of(w), {}
     for drafts, weight in draft_law(w.q, 2).items():
-        (a, b), emit = law_of(drafts)
+        (a, b), emit, _ = law_of(drafts)
         for count, chance in enumerate([(1 - a) * (1 - b), a * (1 - b) + (1 - a) * b, a * b]):
             for y, e in enumerate(emit[count].tolist()):
                 key = ((*drafts[:count], y), count)
