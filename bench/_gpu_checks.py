@@ -64,7 +64,7 @@ def parity(device: torch.device, backend: str, quick: bool) -> dict:
     """Tokens, counts, status, nuclei and log-probabilities against the oracle, on every kind of row."""
     tally = Tally()
     vocabs = (111,) if quick else (1000, 32_001)
-    for r, rule in enumerate(("token", "coupled")):
+    for r, rule in enumerate(("token", "block", "coupled")):
         for k, q in enumerate(Q_SOURCES):
             # One dtype and filter order for each: what changes between calls is data, and few kernels are compiled.
             key = {"q": q, "rule": rule, "dtype": DTYPES[(r + k) % 3], "order": ORDERS[k % 3]}
@@ -105,7 +105,7 @@ def forced_splits(scan: int, race: int) -> Iterator[None]:
 def splits(device: torch.device, backend: str, quick: bool) -> dict:
     """The same bits for every number of programs, and on a second call (counters are back at zero)."""
     compared = 0
-    for kind, rule in (("lm", "token"), ("flat", "token"), ("hostile", "coupled")):
+    for kind, rule in (("lm", "token"), ("flat", "token"), ("normal", "block"), ("hostile", "coupled")):
         call = on(
             make_call(kind=kind, vocab=5000 if quick else 128_256, rule=rule, lengths=[2, 0, 1], filters=_SOME), device
         )

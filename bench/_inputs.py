@@ -121,6 +121,9 @@ class ChainCase:
     def needed_bytes(self, num_accepted: Tensor) -> int:
         """Bytes of the rows that decide the output: a chain needs nothing past the row it ends at, and where the nucleus
         of q is saved, of q no more than the row it resamples from."""
+        if self.rule == "block":  # whose weights need every draft's rows
+            needed = 2 * self.batch * self.num_draft + int((num_accepted == self.num_draft).sum())
+            return needed * self.target.shape[1] * self.target.element_size()
         ends = (num_accepted.long() + 1).clamp_max(self.num_draft + 1)
         needed = int(ends.sum())
         if self.draft is not None:
@@ -145,6 +148,7 @@ VARIANTS = (
     "all accepted (q = p)",
     "saved nucleus of q",
     "q absent, drafts = argmax",
+    "block rule",
     "coupled",
     "greedy, all accepted",
     "top-p off",
@@ -182,7 +186,7 @@ def chain_case(rows: Rows, dtype: torch.dtype, variant: str) -> ChainCase:
         cu=torch.arange(batch + 1, dtype=torch.int32) * d,
         params=params,
         position=position,
-        rule="coupled" if variant == "coupled" else "token",
+        rule={"coupled": "coupled", "block rule": "block"}.get(variant, "token"),
     )
     if deterministic or variant == "coupled":
         return case

@@ -13,6 +13,7 @@ from .rng import coin, philox4x32, race_noise, uniform
 from .rows import accept_probability, residual
 from .sample import SampleResult, race, sample
 from .verify_chain import ChainLaw, VerifyResult, chain_law, chain_weights, verify_chain
+from .verify_tree import TreeResult, verify_tree
 
 __all__ = [
     "ChainLaw",
@@ -20,6 +21,7 @@ __all__ = [
     "NucleusResult",
     "SampleResult",
     "SamplingParams",
+    "TreeResult",
     "VerifyResult",
     "accept_probability",
     "chain_law",
@@ -36,4 +38,5 @@ __all__ = [
     "sample",
     "uniform",
     "verify_chain",
+    "verify_tree",
 ]

@@ -115,20 +115,24 @@ class DraftSource:
         return DraftRow(to_target_vocab(q, self.target_to_draft, self.vocab), margin)
 
 
+def race_signed(signed: Tensor, error: Tensor, noise: Tensor) -> tuple[int, float]:
+    """Winner of the race over max(0, `signed`), and its margin: `error` [V] is by how much a weight changes with a relative
+    error of 1 of the probabilities behind it; 0 says that a token can never race."""
+    weights = signed.clamp_min(0.0)
+    token, margin = race(weights, noise)
+    if not margin >= 0 or not weights[token] > 0:
+        return token, math.inf
+    # A token ties the winner when its weight is what its noise needs; the winner's own weight changes meanwhile.
+    need = noise * float(weights[token] / noise[token])
+    reach = (need - signed) / (error + need * float(error[token] / weights[token]))
+    reach[token] = float(weights[token] / error[token])  # the winner's weight vanishes
+    return token, min(reach[(error > 0) & reach.isfinite()].tolist(), default=math.inf)
+
+
 def race_residual(p: Tensor, q: Tensor, noise: Tensor, weight: float = 1.0, errors: float = 1.0) -> tuple[int, float]:
     """Winner of the race over `residual`, and its margin. `errors`: by how many relative errors of the probabilities
     weight * p may be wrong (1 where the weight is exact)."""
-    weights = residual(p, q, weight)
+    if not excess(p, q, weight).any():
+        return race(p, noise)
     mine, theirs = weight * p, finite(q)
-    if weights is p:
-        return race(weights, noise)
-    # log(w p - q) magnifies a relative error of w p and q by (w p + q) / (w p - q).
-    error = errors * mine + theirs
-    token, margin = race(weights, noise, error / torch.where(weights > 0, weights, torch.ones_like(weights)))
-    # The winner's own residual vanishes under an error of this size.
-    margin = min(margin, float(weights[token] / error[token]))
-    # A token just outside the support can enter it under an error of this size.
-    outside = (p > 0) & (mine <= theirs) & (theirs < 1)
-    if bool(outside.any()):
-        margin = min(margin, float(((theirs - mine) / error)[outside].min()))
-    return token, margin
+    return race_signed(mine - theirs, torch.where(p > 0, errors * mine + theirs, torch.zeros_like(p)), noise)

@@ -39,7 +39,7 @@ SCHEMAS = {
 }
 
 FILTER_ORDERS = ("hf", "vllm", "joint")
-RULES = ("token", "coupled")
+RULES = ("token", "block", "coupled")
 
 SUFFIXES = {"native": "", "triton": "_triton", "eager": "_eager"}
 

@@ -57,7 +57,11 @@ def verify_chain(
 
     rule "token" (Leviathan et al. 2211.17192, Chen et al. 2302.01318): draft x_i is accepted iff u * q_i(x_i) < p_i(x_i);
     the first rejected row emits a token of max(0, p_i - q_i), renormalised (p_i if nothing is left); a chain accepted to
-    its end emits one of p_d. rule "coupled" (Daliri et al. 2408.07978): row i samples y_i from p_i with the noise plain
+    its end emits one of p_d. rule "block" (Sun et al. 2403.10444): with running weights w_0 = 1, w_{i+1} = min(1, w_i
+    p_i(x_i) / q_i(x_i)), the first i drafts stand if coin i - 1 is below Z / (Z + 1 - w_i), Z = sum max(0, w_i p_i - q_i), or
+    below w_d where i = d; the largest such i counts, and its row emits a token of max(0, w_i p_i - q_i). It accepts never
+    fewer drafts on average, but reads the rows of every draft; requests with deterministic drafts are verified by "token", which
+    has the same law there. rule "coupled" (Daliri et al. 2408.07978): row i samples y_i from p_i with the noise plain
     sampling would use, and drafts are accepted while x_i = y_i; q is not read and the text is that of `sample`.
     Requests with temperature 0 accept drafts that equal the argmax (lowest id). p and q are temperature- and
     filter-processed as their parameters say.
@@ -86,10 +90,11 @@ def verify_chain(
         target_to_draft: int32/int64 [V], column of target id v in the draft rows or -1 (q = 0). None: ids are the same,
             and q = 0 for ids >= Vd.
         target_probs: float32 [R >= N, V] instead of logits: p, taken as it is; no temperature, no filter.
-        rule: "token" or "coupled".
+        rule: "token", "block" or "coupled".
         max_draft: K. None derives it from cu_num_draft (CPU tensors only, not under torch.compile). Longer chains are cut
             at K (status 32).
-        emit_bonus: False: a chain accepted to its end emits no bonus token.
+        emit_bonus: False: a chain accepted to its end emits no bonus token, and its last row is left to verify the first
+            draft of the next part. Not with rule "block".
         filter_order: as in `nucleus`, for p and q.
         logprobs: 0, or 1 for the emitted tokens' log-probabilities.
         return_nucleus: also return the emitted rows' Nucleus.
@@ -186,6 +191,9 @@ def verify_chain(
             _checks.vector(op, f"draft_nucleus.{name}", tensor, (torch.float32,), D, "D", device, at_least=True)
     if target_to_draft is not None:
         _checks.vector(op, "target_to_draft", target_to_draft, _checks.INDEX_DTYPES, vocab, "V", device)
+    if rule == "block" and not emit_bonus:
+        must = "True for rule 'block' (verifying the drafts of a step part by part is exact under 'token' and 'coupled' only)"
+        _checks.fail(op, "emit_bonus", must, "False")
     rule_index = _checks.choice(op, "rule", rule, _schemas.RULES)
     order = _checks.choice(op, "filter_order", filter_order, _schemas.FILTER_ORDERS)
     if logprobs not in (0, 1):

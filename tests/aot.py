@@ -94,7 +94,12 @@ def usage(kernel) -> Usage:
 
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
-EVERYWHERE = ("sample bfloat16", "verify_chain bfloat16", "verify_chain bfloat16 V=151936")
+EVERYWHERE = (
+    "sample bfloat16",
+    "verify_chain bfloat16",
+    "verify_chain bfloat16 V=151936",
+    "verify_chain bfloat16 block",
+)
 """Variants compiled for each architecture; the others for sm_90 alone, as compiling takes a second or two each."""
 TABLE = Path(__file__).with_name("triton_usage.json")
 
@@ -136,6 +141,8 @@ def _calls() -> dict:
         "verify_chain bfloat16 saved nucleus": call(chain, bf16, draft_nucleus=saved),
         "verify_chain float16 without q": call(chain, torch.float16, q=False),
         "verify_chain bfloat16 coupled": call(chain, bf16, q=False, rule="coupled"),
+        "verify_chain bfloat16 block": call(chain, bf16, rule="block"),
+        "verify_chain float32 block saved nucleus": call(chain, f32, rule="block", draft_nucleus=saved),
         "verify_chain bfloat16 V=1": call(chain, bf16, 1),
         "verify_chain probs": probs,
     }

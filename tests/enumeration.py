@@ -59,7 +59,7 @@ def scripted(choose):
     that the decision has over its own noise: the race picks token v with weight[v], the accept test passes with
     `accept_probability`. That real noise has these laws is shown apart (`test_real_noise_*`, `test_accept_set_*`)."""
     # importlib: the package's functions hide its modules of the same name.
-    modules = [importlib.import_module(f"python_ref.{m}") for m in ("sample", "rows", "verify_chain")]
+    modules = [importlib.import_module(f"python_ref.{m}") for m in ("sample", "rows", "verify_chain", "verify_tree")]
 
     def race(weights, noise, condition=None):
         if not (weights > 0).any():
@@ -70,8 +70,11 @@ def scripted(choose):
         a = accept_probability(p_x, q_x)
         return choose([1.0 - a, a]) == 1
 
+    def picks(coin, masses):
+        return choose([*masses, max(0.0, 1.0 - math.fsum(masses))])
+
     no_noise = lambda seed, position, stream, id, vocab: torch.ones(vocab, dtype=torch.float64)  # noqa: E731
-    replaced = {"race": race, "accepts": accepts}
+    replaced = {"race": race, "accepts": accepts, "picks": picks}
     with ExitStack() as stack:
         for module in modules:
             for name in replaced.keys() & vars(module).keys():

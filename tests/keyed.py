@@ -62,8 +62,16 @@ def keyed(uniforms: Uniforms):
     def accepts(coin, p_x, q_x):
         return uniforms.below(coin.key, accept_probability(p_x, q_x))
 
-    replaced = {"race": race, "accepts": accepts}
-    modules = [importlib.import_module(f"python_ref.{m}") for m in ("sample", "rows", "verify_chain")]
+    def picks(coin, masses):
+        total = 0.0
+        for i, mass in enumerate(masses):
+            total += mass
+            if uniforms.below(coin.key, total):
+                return i
+        return len(masses)
+
+    replaced = {"race": race, "accepts": accepts, "picks": picks}
+    modules = [importlib.import_module(f"python_ref.{m}") for m in ("sample", "rows", "verify_chain", "verify_tree")]
     with ExitStack() as stack:
         for module in modules:
             for name in replaced.keys() & vars(module).keys():

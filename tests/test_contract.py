@@ -133,7 +133,7 @@ def test_fake_tensors_give_shapes(backend):
 def test_out_is_used_and_written_whole(wanted, backend):
     """out= gives the tensors themselves, poisoned ones come back like new ones; hostile rows and bad offsets included."""
     call = make_call(kind="hostile", vocab=90, seed=4, lengths=[0, 3, 1, 2, 0, 1, 3, 3, 2, 1, 0, 2])
-    for change in ({}, {"cu": call.cu.roll(3)}, {"emit_bonus": False}, {"rule": "coupled"}):
+    for change in ({}, {"cu": call.cu.roll(3)}, {"emit_bonus": False}, {"rule": "block"}, {"rule": "coupled"}):
         changed = call.but(**change, max_draft=3)
         want = changed.run(backend, **wanted)
         assert (want.logprobs is None) == (wanted["logprobs"] == 0) and (want.nucleus is None) == (
@@ -300,7 +300,8 @@ WRONG = {
         {"target_to_draft": torch.arange(39)},
         r"target_to_draft must be int32 or int64 \[V=40\].*got int64 \[39\]",
     ),
-    "rule": ({"rule": "Token"}, r"rule must be one of \('token', 'coupled'\), got 'Token'"),
+    "emit_bonus under block": ({"rule": "block", "emit_bonus": False}, "emit_bonus must be True for rule 'block'"),
+    "rule": ({"rule": "Token"}, r"rule must be one of \('token', 'block', 'coupled'\), got 'Token'"),
     "order": ({"filter_order": "sglang"}, "filter_order must be one of .*got 'sglang'"),
     "logprobs": ({"logprobs": 5}, "logprobs must be 0 or 1, got int 5"),
     "backend": ({"backend": "tpu"}, "backend must be one of .*got 'tpu'"),

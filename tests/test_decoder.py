@@ -138,7 +138,7 @@ def test_slot_dependent(kind, side):
     assert result.sequences.shape == (4, ids.shape[1] + NEW)
 
 
-@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_end_of_sequence_inside_an_accepted_run(rule):
     model = tiny("llama")
     prompt = prompts(1)[0]
@@ -224,9 +224,9 @@ def test_first_seed_for_all():
     assert decoder.generate(ids, params=params, max_new_tokens=20).tokens[0] == a
 
 
-@pytest.mark.parametrize("drafts", ["model", "peaked"])
-def test_sampled_law(drafts):
-    """Rule "token": the joint law of three tokens over several steps is the target's own, by chi-square."""
+@pytest.mark.parametrize(("drafts", "rule"), [("model", "token"), ("peaked", "token"), ("model", "block")])
+def test_sampled_law(drafts, rule):
+    """The joint law of three tokens over several steps is the target's own, by chi-square."""
     vocab, batch, runs, length = 6, 2048, 8, 3
     target = tiny("llama", vocab=vocab, scale=2.0)
     draft = tiny("llama", seed=3, vocab=vocab, scale=2.0 if drafts == "model" else 4.0)
@@ -244,7 +244,7 @@ def test_sampled_law(drafts):
         expected[path] = law[()][path[0]] * law[path[:1]][path[1]] * law[path[:2]][path[2]]
 
     observed = torch.zeros_like(expected)
-    decoder = SpeculativeDecoder(target, DraftModelDrafter(draft), num_draft=2, rule="token", adaptive=False)
+    decoder = SpeculativeDecoder(target, DraftModelDrafter(draft), num_draft=2, rule=rule, adaptive=False)
     # One token more than is judged: the last token of a row has no draft.
     ids = torch.tensor([prompt] * batch)
     for run in range(runs):
@@ -356,8 +356,8 @@ def test_warmup_measures_costs():
         ),
         (lambda d: d.generate(torch.ones(2, 3, dtype=torch.int64), streamer=object()), r"batch of 1, got 2"),
         (
-            lambda d: SpeculativeDecoder(d.target, rule="block"),
-            r"rule must be one of auto, token, coupled, got 'block'",
+            lambda d: SpeculativeDecoder(d.target, rule="typical"),
+            r"rule must be one of auto, token, block, coupled, got 'typical'",
         ),
         (lambda d: SpeculativeDecoder(d.target, d.target), r"drafter must be a Drafter or None, got LlamaForCausalLM"),
         (lambda d: SpeculativeDecoder(d.target, num_draft=-1), r"num_draft must be >= 0, got -1"),

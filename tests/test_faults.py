@@ -118,7 +118,7 @@ def test_strided_logits(dtype, backend):
         )
 
 
-@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 @pytest.mark.parametrize("draft", [-1, -(2**31), 50, 2**31 - 1, -(2**62), 2**40])
 def test_placeholder_read(draft, rule, backend):
     """The chain ends at a placeholder, whose row emits from p; the tail's -1 never compares equal to a draft."""
@@ -154,7 +154,7 @@ def test_stale_counter(backend):
 # --- not-a-number, infinities, degenerate rows --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_nan_row(rule, backend):
     """A NaN logit counts as -inf and is reported; an all-NaN row ends its own request; nobody else's bits change."""
     call = make_call(vocab=120, filters=FILTERS[:4], lengths=[2, 2, 2, 2], q="none", rule=rule, seed=5)
@@ -395,12 +395,12 @@ def test_low_precision_cumsum(dtype, backend):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_spec_nonspec_mismatch(order, backend):
-    """A request without drafts is plain sampling, to the bit, under every filter and both rules."""
+    """A request without drafts is plain sampling, to the bit, under every filter and rule."""
     for dtype in DTYPES:
         rows, params = make_rows("lm", len(FILTERS), 700, dtype), make_params()
         position = torch.arange(len(FILTERS)) * 3
         plain = sk.sample(rows, params, position, logprobs=1, return_nucleus=True, filter_order=order, backend=backend)
-        for rule in ("token", "coupled"):
+        for rule in ("token", "block", "coupled"):
             out = sk.verify_chain(
                 rows, torch.zeros(0, dtype=torch.int32), offsets([0] * len(FILTERS)), params, position, rule=rule,
                 logprobs=1, return_nucleus=True, filter_order=order, backend=backend,

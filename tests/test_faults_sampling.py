@@ -57,7 +57,7 @@ def test_row_off_by_one(backend):
     target[torch.arange(5), path] = target[torch.arange(5, 10), path.flip(0)] = 0.0
     drafts = torch.cat([path[:d], path.flip(0)[:d]])
     for params in (create(0.0, n=2), create(1.0, n=2)):
-        for rule in ("token", "coupled"):
+        for rule in ("token", "block", "coupled"):
             out = chain(target, drafts, backend, params=params, lengths=[d, d], rule=rule)
             assert out.tokens.tolist() == [path.tolist(), path.flip(0).tolist()]
             out = chain(target, drafts.roll(1), backend, params=params, lengths=[d, d], rule=rule)
@@ -76,7 +76,7 @@ def test_bonus_missing(emit_bonus, backend):
         assert out.tokens.tolist() == [[4, 5, -1]] and out.num_emitted.tolist() == [2]
 
 
-@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_mask_not_prefix(temperature, rule, backend):
     target = torch.eye(10)[[1, 2, 3, 4, 5]] * 60
@@ -250,7 +250,7 @@ def test_parameter_uninitialised(dtype, backend):
     [{"temperature": 0.3}, {"top_p": 0.3}, {"top_k": 3}, {"min_p": 0.3}, {"seed": 900}, {"temperature": 0.0}],
     ids=str,
 )
-@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_parameter_ignored(rule, change, backend):
     """Each parameter acts on every row of a chain: the nucleus of rows 0, 1, 2 is that of the changed parameters."""
     n = 16

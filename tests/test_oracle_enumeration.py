@@ -171,7 +171,8 @@ def test_control_wrong_pieces_are_seen(rule):
 
 def test_control_wrong_residual_inside_verify_chain_is_seen():
     w = STEPS["stochastic"]
-    with patch.object(ROWS_MODULE, "residual", lambda p, q, weight: (weight * p - q).abs()):
+    right = ROWS_MODULE.race_signed
+    with patch.object(ROWS_MODULE, "race_signed", lambda signed, *rest: right(signed.abs(), *rest)):
         assert total_variation(completed(real_step([w]), w.p, w.d + 1), text_law(w.p, w.d + 1)) > VISIBLE_BIAS
 
 

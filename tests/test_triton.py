@@ -28,6 +28,7 @@ def test_at_most_two_launches():
         (lambda: sk.sample(rows, params, backend="triton"), ["nucleus_kernel", "sample_kernel"]),
         (lambda: sk.filter_probs(rows, params, backend="triton"), ["nucleus_kernel", "filter_probs_kernel"]),
         (lambda: call.run("triton"), ["decide_kernel", "emit_kernel"]),
+        (lambda: call.but(rule="block").run("triton"), ["decide_kernel", "emit_kernel"]),
         (lambda: call.but(rule="coupled").run("triton"), ["decide_kernel", "emit_kernel"]),
     ):
         with watching() as watch:
@@ -82,7 +83,12 @@ def test_a_saved_nucleus_spares_the_draft_rows():
 @pytest.mark.parametrize("seed", range(3))
 def test_programs_in_any_order(seed):
     """The last program of a row and of a request finishes it, whichever that is."""
-    for kind, rule, q in (("lm", "token", "logits"), ("normal", "coupled", "none"), ("hostile", "token", "nucleus")):
+    for kind, rule, q in (
+        ("lm", "token", "logits"),
+        ("normal", "coupled", "none"),
+        ("hostile", "token", "nucleus"),
+        ("normal", "block", "logits"),
+    ):
         call = make_call(kind=kind, vocab=9000, rule=rule, q=q, filters=SOME, lengths=[2, 0, 1])
         want = call.run("triton")
         with _gpu_checks.forced_splits(4, 2), watching(order=seed):
@@ -100,8 +106,10 @@ def test_counters_return_to_zero(monkeypatch):
     kept = _launch.Workspace(torch.device("cpu"))
     monkeypatch.setattr(_launch, "Workspace", lambda device: kept)
     for seed in range(3):
-        call = make_call(kind="hostile", vocab=300, rule=("token", "coupled")[seed % 2], filters=SOME, seed=seed)
-        for variant in (call, call.but(emit_bonus=False), call.but(max_draft=1)):
+        call = make_call(
+            kind="hostile", vocab=300, rule=("token", "block", "coupled")[seed % 3], filters=SOME, seed=seed
+        )
+        for variant in (call, call.but(emit_bonus=call.options["rule"] == "block"), call.but(max_draft=1)):
             variant.run("triton")
             assert not kept.counters.any()
         sk.sample(call.target[:3], call.params, backend="triton")
@@ -208,7 +216,7 @@ def test_out_of_bounds_is_seen(monkeypatch):
         sk.nucleus(make_rows("normal", 1, 300), sk.SamplingTensors.create(1.0, 0.9, batch_size=1), backend="triton")
 
 
-@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_parity_at_128256(rule):
     tally = Tally()
     filters = [(0.8, 0.9, 0, 0.0), (0.7, 0.95, 50, 0.02), (0.0, 1.0, 0, 0.0)]

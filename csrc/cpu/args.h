@@ -71,7 +71,7 @@ struct RowOpArgs {  // nucleus, filter_probs, sample
   float* logprobs = nullptr;
 };
 
-enum Rule : int32_t { kRuleToken = 0, kRuleCoupled = 1 };
+enum Rule : int32_t { kRuleToken = 0, kRuleBlock = 1, kRuleCoupled = 2 };
 
 struct VerifyChainArgs {
   RowsView target;
@@ -110,7 +110,7 @@ struct Kernels {
   void (*look_at_target)(const VerifyChainArgs&, int64_t b, int64_t i, RowDecision& decision);
   void (*look_at_draft)(const VerifyChainArgs&, int64_t b, int64_t i, RowDecision& decision);
   bool (*decide_row)(const VerifyChainArgs&, int64_t b, int64_t i, RowDecision& decision);
-  void (*verify_finish)(const VerifyChainArgs&, int64_t b, const RowDecision* decisions);
+  void (*verify_finish)(const VerifyChainArgs&, int64_t b, RowDecision* decisions);
 };
 
 extern const Kernels kernels_baseline, kernels_avx2, kernels_avx512;

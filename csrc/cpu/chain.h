@@ -8,9 +8,13 @@ namespace specdec {
 struct RowDecision {
   float p[3] = {}, q[3] = {};  // Nucleus of the target row and of the draft row
   int32_t status = 0;
-  bool q_known = false, q_usable = false;
+  bool p_known = false, q_known = false, q_usable = false;
   bool accepted = false;
-  bool from_residual = false;  // a rejected row that emits from max(0, p - q) rather than from p
+  bool from_residual = false;  // a rejected row that emits from max(0, weight * p - q) rather than from p
+  float weight = 1.0f;
+  // Block rule: whether the row's draft has probabilities, and which.
+  bool tested = false;
+  float p_x = 0.0f, q_x = 0.0f;
   int64_t token = -1;          // what a rejected row emits, where deciding has already found it
 };
 

@@ -216,13 +216,14 @@ struct DistWeights {
   }
 };
 
-// Log of max(0, p - q). No token can score above what p alone would give it, so q is read only where p is still in the
+// Log of max(0, weight * p - q), weight <= 1. No token can score above what p alone would give it, so q is read only where p is still in the
 // race.
 template <class T>
 struct ResidualWeights {
   const Dist& p;
   const Dist& q;
   const T* z;
+  float weight;
 
   SPECDEC_HD uint64_t operator()(int64_t base, int64_t n, float floor, float out[kGroup]) const {
     if (z && !any_kept(z + base, n, p.nucleus.cutoff)) return 0;
@@ -240,7 +241,7 @@ struct ResidualWeights {
       LanesF w(-kInf);
       const int64_t left = n - part * kLanes;
       if (left > 0 && any(mine[part] > w)) {
-        const LanesF r = p.probs(base + part * kLanes, left) - q.probs(base + part * kLanes, left);
+        const LanesF r = LanesF(weight) * p.probs(base + part * kLanes, left) - q.probs(base + part * kLanes, left);
         w = select(r > LanesF(0.0f), log_pos(larger(r, LanesF(kLeastNormal))), w);
       }
       racing |= static_cast<uint64_t>(bits(w > LanesF(floor))) << (part * kLanes);
@@ -250,13 +251,13 @@ struct ResidualWeights {
   }
 };
 
-// Races the tokens of p, or of max(0, p - q) where q is given and leaves anything.
-inline Winner race_dist(const Dist& p, const Dist* q, int64_t vocab, const NoiseKey& key) {
+// Races the tokens of p, or of max(0, weight * p - q) where q is given and leaves anything.
+inline Winner race_dist(const Dist& p, const Dist* q, float weight, int64_t vocab, const NoiseKey& key) {
   return with_row(*p.source.view, p.source.row, [&](const auto* row) {
     const auto* z = p.kind == Kind::kLogits && !p.source.map ? row : nullptr;
     using T = std::remove_const_t<std::remove_pointer_t<decltype(row)>>;
     if (q) {
-      const Winner left = race(vocab, key, ResidualWeights<T>{p, *q, z});
+      const Winner left = race(vocab, key, ResidualWeights<T>{p, *q, z, weight});
       if (left.score > -kInf) return left;
     }
     return race(vocab, key, DistWeights<T>{p, z});

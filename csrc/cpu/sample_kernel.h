@@ -25,7 +25,7 @@ inline void sample(const RowOpArgs& a, int64_t row) {
   } else if (!(status & kEmptyRow)) {
     const NoiseKey key = make_key(a.params.seed[a.params.slot(request)], a.position ? a.position[row] : 0, a.stream,
                                   a.ids ? a.ids[row] : 0);
-    const Winner winner = race_dist(p, nullptr, vocab, key);
+    const Winner winner = race_dist(p, nullptr, 1.0f, vocab, key);
     token = winner.token;
     found = winner.score > -kInf;
   }

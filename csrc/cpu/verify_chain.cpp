@@ -12,7 +12,7 @@ namespace {
 // finishes a row's second side decides it, and a row after a known rejection is skipped.
 void verify_by_rows(const VerifyChainArgs& a) {
   const int64_t width = a.max_draft + 1;
-  const bool scans_q = a.draft && !a.draft_is_probs && !a.draft_nucleus && a.rule == kRuleToken;
+  const bool scans_q = a.draft && !a.draft_is_probs && !a.draft_nucleus && a.rule != kRuleCoupled;
   const int64_t sides = scans_q ? 2 : 1, items = a.batch * width * sides;
   std::vector<RowDecision> decisions(a.batch * width);
   std::vector<std::atomic<int64_t>> done(a.batch * width);  // sides of each row that have been looked at

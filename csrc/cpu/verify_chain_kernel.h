@@ -8,6 +8,7 @@
 #include "core/accept.h"
 #include "cpu/chain.h"
 #include "cpu/nucleus_kernel.h"
+#include "cpu/block.h"
 #include "cpu/race.h"
 
 namespace specdec::SPECDEC_ISA {
@@ -74,6 +75,7 @@ inline void look_at_draft(const VerifyChainArgs& a, int64_t b, int64_t i, RowDec
 }
 
 inline void look_at_target(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecision& d) {
+  d.p_known = true;
   if (a.target_is_probs) return;
   pack(d.p, row_nucleus(a.target, chain_of(a, b).start + b + i, filter_of(a.params, b), a.filter_order, d.status));
 }
@@ -82,6 +84,16 @@ inline NoiseKey sample_key(const VerifyChainArgs& a, int64_t b, int64_t i) {
   const int64_t anchor = a.position ? a.position[b] : 0;
   return make_key(a.params.seed[a.params.slot(b)], static_cast<int64_t>(static_cast<uint64_t>(anchor) + i),
                   kStreamSample, 0);
+}
+
+inline float coin_of(const VerifyChainArgs& a, int64_t b, int64_t i) {
+  return accept_coin(a.params.seed[a.params.slot(b)], a.position ? a.position[b] : 0, i);
+}
+
+// One-hot drafts have the same law under the token rule, which reads less.
+inline bool by_block(const VerifyChainArgs& a, int64_t b) {
+  if (a.rule != kRuleBlock || !a.draft || (!a.target_is_probs && filter_of(a.params, b).greedy)) return false;
+  return a.draft_is_probs || !filter_of(a.draft_params, b).greedy;
 }
 
 // The token that row i emits of itself (argmax, race of p, or race of the residual). A row given as probabilities is
@@ -105,7 +117,7 @@ inline int64_t row_token(const VerifyChainArgs& a, int64_t b, const Chain& chain
     return first_equal(p.source, vocab, d.p[1]);
   }
   const Dist q = d.from_residual ? draft_dist(a, b, chain.start + i, unpack(d.q)) : Dist{};
-  const Winner winner = race_dist(p, d.from_residual ? &q : nullptr, vocab, sample_key(a, b, i));
+  const Winner winner = race_dist(p, d.from_residual ? &q : nullptr, d.weight, vocab, sample_key(a, b, i));
   found = winner.score > -kInf;
   return winner.token;
 }
@@ -153,15 +165,50 @@ inline bool decide_row(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecisi
     d.status |= kZeroQ;
     return false;
   }
-  const float coin = accept_coin(a.params.seed[a.params.slot(b)], a.position ? a.position[b] : 0, i);
-  d.accepted = accepts(coin, p_x, q_x);
+  if (by_block(a, b)) {  // no weight grows from 0: what follows such a draft cannot stand
+    d.tested = true, d.p_x = p_x, d.q_x = q_x;
+    return p_x > 0.0f;
+  }
+  d.accepted = accepts(coin_of(a, b, i), p_x, q_x);
   d.from_residual = !d.accepted;
   return d.accepted;
 }
 
-// Writes every output element of request b from the decisions of its rows 0..(first one not accepted).
-inline void verify_finish(const VerifyChainArgs& a, int64_t b, const RowDecision* decisions) {
+// Block rule: how many drafts stand, from the probabilities of those that were looked at. The largest number wins, so the
+// rows are tried from the back, and only those are summed whose coin may still say yes (h <= weight).
+inline int64_t decide_block(const VerifyChainArgs& a, int64_t b, RowDecision* decisions) {
   const Chain chain = chain_of(a, b);
+  int64_t n = 0;  // drafts whose weight is positive
+  for (float weight = 1.0f; n < chain.count && decisions[n].tested; ++n) {
+    RowDecision& d = decisions[n];
+    d.weight = weight;
+    weight = block_weight(weight, d.p_x, d.q_x);
+    if (!(weight > 0.0f)) break;
+    decisions[n + 1].weight = weight;
+  }
+  const auto stands = [&](int64_t i) {
+    const RowDecision& d = decisions[i];
+    if (d.weight >= 1.0f) return true;
+    const float coin = coin_of(a, b, i - 1);
+    if (!(coin < d.weight)) return false;
+    if (!d.tested) return true;  // nothing is drafted behind it
+    const Dist p = target_dist(a, chain.start + b + i, filter_of(a.params, b), unpack(d.p));
+    const Dist q = draft_dist(a, b, chain.start + i, unpack(d.q));
+    return block_accepts(coin, excess_mass(p, q, d.weight, a.target.width), d.weight);
+  };
+  while (n > 0 && !stands(n)) --n;
+  for (int64_t i = 0; i < n; ++i) decisions[i].accepted = true;
+  decisions[n].from_residual = decisions[n].tested;
+  return n;
+}
+
+// Writes every output element of request b from the decisions of its rows 0..(first one not accepted).
+inline void verify_finish(const VerifyChainArgs& a, int64_t b, RowDecision* decisions) {
+  const Chain chain = chain_of(a, b);
+  if (by_block(a, b) && chain.count >= 0) {
+    const int64_t n = decide_block(a, b, decisions);
+    if (!decisions[n].p_known) look_at_target(a, b, n, decisions[n]);
+  }
   const Filter filter = filter_of(a.params, b);
   const int64_t width = a.max_draft + 1;
   int32_t status = chain.clamped ? kBadOffsets : 0;
@@ -202,9 +249,10 @@ inline void verify_finish(const VerifyChainArgs& a, int64_t b, const RowDecision
 inline void verify_request(const VerifyChainArgs& a, int64_t b) {
   const Chain chain = chain_of(a, b);
   RowDecision* decisions = decision_scratch(chain.count + 1);
-  for (int64_t i = 0; i <= chain.count; ++i) {
-    if (i == chain.count && !a.emit_bonus) break;
-    decisions[i] = RowDecision{};
+  for (int64_t i = 0; i <= chain.count; ++i) decisions[i] = RowDecision{};
+  // The block rule knows at the end only whether it needs the bonus row.
+  const int64_t rows = chain.count + (a.emit_bonus && !by_block(a, b) ? 1 : 0);
+  for (int64_t i = 0; i < rows; ++i) {
     look_at_target(a, b, i, decisions[i]);
     if (!decide_row(a, b, i, decisions[i])) break;
   }

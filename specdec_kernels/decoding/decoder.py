@@ -18,7 +18,7 @@ from .packed import PackedForward
 from .policy import AcceptanceWatch, StepCosts
 from .stats import SpecDecodeStats
 
-_RULES = ("auto", "token", "coupled")
+_RULES = ("auto", "token", "block", "coupled")
 
 
 @dataclass
@@ -66,7 +66,7 @@ class SpeculativeDecoder:
         target: a transformers causal LM that `ModelForward` supports.
         drafter: proposes tokens; None decodes plainly through the same code.
         num_draft: most drafts per row and step.
-        rule: "token", "coupled" or "auto": "coupled" for deterministic drafters, where it accepts as often, "token"
+        rule: "token", "block", "coupled" or "auto": "coupled" for deterministic drafters, where it accepts as often, "token"
             otherwise. Under "coupled" the text depends on the seed alone, not on drafter, draft lengths or pauses, up to
             the last bits of the model's own logits, which differ with the number of tokens per forward: in float32 that
             is rarely seen, in bfloat16 and float16 often.

@@ -6,7 +6,7 @@ from .. import _backends
 from . import _rows
 from .sample import gather_seed
 
-TOKEN, COUPLED = 0, 1
+TOKEN, BLOCK, COUPLED = 0, 1, 2
 
 
 class _Target:
@@ -82,9 +82,14 @@ def _lookup(table, index):
     return table[index.clamp(0, table.shape[0] - 1)], inside
 
 
-def residual(p, q):
-    """max(0, p - q) [B, V], p where nothing is left; NaN and negative q count as 0."""
-    r = (p - torch.where(q > 0, q, 0.0)).clamp_min(0.0)
+def excess(p, q, weight):
+    """max(0, weight * p - q) [B, V]; NaN and negative q count as 0."""
+    return (weight[:, None] * p - torch.where(q > 0, q, 0.0)).clamp_min(0.0)
+
+
+def residual(p, q, weight):
+    """`excess`, or p where nothing is left of it."""
+    r = excess(p, q, weight)
     return torch.where((r > 0).any(1, keepdim=True), r, p)
 
 
@@ -147,66 +152,99 @@ def _verify_requests(
     state = torch.where((d >= 0) & (start == cu[:-1]) & (start + d == cu[1:]), 0, _rows.BAD_OFFSETS).to(torch.int32)
     first_row = start + request
 
-    tokens.fill_(-1)
-    for field in (logprobs, cutoff, row_max, log_mass):
-        if field is not None:
-            field.zero_()
+    by_block = torch.zeros_like(greedy)
+    if rule == BLOCK and draft is not None:  # one-hot drafts have the law of the token rule
+        by_block = ~greedy & (~q_params.greedy if q_params is not None else True)
     zeros = torch.zeros_like(d)
+    k, ones = torch.arange(K + 1, device=device), torch.ones(B, dtype=torch.float64, device=device)
+    out = torch.zeros(B, K + 1, dtype=torch.int64, device=device)  # what row i emits, if it is emitted
+    log_p = torch.zeros(B, K + 1, dtype=torch.float64, device=device)
+    found = torch.zeros(3, B, K + 1, dtype=torch.float64, device=device)
+    states = torch.zeros(B, K + 1, dtype=torch.int32, device=device)
+    weights = torch.zeros(B, K + 2, dtype=torch.float64, device=device)  # block: w_i, 0 where row i is not reached
+    weights[:, 0] = 1.0
+    has_q = torch.zeros(B, K + 1, dtype=torch.bool, device=device)  # block: there is a draft behind row i
     accepted = zeros.clone()
     alive = ~rowless  # still accepting
     for i in range(K + 1):
         here = alive & (i < d)
-        if not emit_bonus:
-            visit = here
-        else:
-            visit = alive & (i <= d)
+        visit = alive & (i <= d) if emit_bonus else here
         if R == 0:
             break
         p, row_status, empty, fields = p_source.rows(first_row + i)
-        state = torch.where(visit, state | row_status, state)
         flat = (start + i).clamp(0, max(D - 1, 0))
         draft_id = draft_tokens[flat].long() if D else zeros - 1
         placeholder = here & ~empty & ((draft_id < 0) | (draft_id >= vocab))
-        state = torch.where(placeholder, state | _rows.PLACEHOLDER, state)
+        row_status = row_status | torch.where(placeholder, _rows.PLACEHOLDER, 0)
         x = draft_id.clamp(0, vocab - 1)
         plain = _rows.race(p, seeds, anchor + i, 2, zeros)
         token = plain
-        if rule == TOKEN and i < K and D:
+        if rule != COUPLED and i < K and D:
             q, usable = q_source.rows(flat, x)
             p_x, q_x = p.gather(1, x[:, None])[:, 0], q.gather(1, x[:, None])[:, 0]
             decides = here & ~empty & ~placeholder & ~greedy
-            state = torch.where(decides & ~usable, state | _rows.BAD_Q_ROW, state)
-            zero_q = decides & usable & ~(q_x > 0)
-            state = torch.where(zero_q, state | _rows.ZERO_Q, state)
+            row_status = row_status | torch.where(decides & ~usable, _rows.BAD_Q_ROW, 0)
             tested = decides & usable & (q_x > 0)
+            row_status = row_status | torch.where(decides & usable & ~tested, _rows.ZERO_Q, 0)
             u = _rows.uniforms(seeds, anchor, 1, zeros + i, 1)[:, 0]
-            take = tested & (p_x > 0) & ((p_x >= q_x) | (u * q_x < p_x))
-            left = _rows.race(residual(p, q), seeds, anchor + i, 2, zeros)
-            token = torch.where(take, x, torch.where(tested, left, plain))
+            has_q[:, i] = tested
+            ratio = weights[:, i] * p_x / torch.where(tested, q_x, 1.0)
+            weights[:, i + 1] = torch.where(tested, ratio.clamp_max(1.0), 0.0)
+            test = (p_x > 0) & (by_block | (p_x >= q_x) | (u * q_x < p_x))
+            left = _rows.race(residual(p, q, ones), seeds, anchor + i, 2, zeros)
             same = greedy & ~placeholder & (plain == draft_id)
-            take = take | (here & ~empty & same)
+            take = (tested & test) | (here & ~empty & same)
+            token = torch.where(take, x, torch.where(tested, left, plain))
         else:
             possible = p.gather(1, plain[:, None])[:, 0] > 0
             take = here & ~empty & ~placeholder & (plain == draft_id) & possible
-        drawn = visit & (~take | (rule == COUPLED))
-        state = torch.where(drawn, state | p_source.sampled_status(first_row + i), state)
-        tokens[:, i] = torch.where(visit, token, tokens[:, i].long()).to(torch.int32)
-        if logprobs is not None:
-            log_p = p.gather(1, token[:, None])[:, 0].log().float()
-            logprobs[:, i] = torch.where(visit, log_p, logprobs[:, i])
-        if cutoff is not None:
-            for field, value in zip((cutoff, row_max, log_mass), fields, strict=True):
-                field[:, i] = torch.where(visit, value.float(), field[:, i])
+        drawn = visit & (~take | (rule == COUPLED)) & ~by_block
+        row_status = row_status | torch.where(drawn, p_source.sampled_status(first_row + i), 0)
+        states[:, i], out[:, i] = row_status.to(torch.int32), token
+        log_p[:, i] = p.gather(1, token[:, None])[:, 0].log()
+        for field, value in zip(found, fields, strict=True):
+            field[:, i] = value
         alive = alive & take
         accepted = accepted + alive
-    tokens[:, 0] = torch.where(rowless, 0, tokens[:, 0])
+
+    if rule == BLOCK and draft is not None and R > 0 and D > 0:
+        # The largest i that stands, tried from the back; weights[:, i] > 0 as far as the chain was walked.
+        n = torch.where(by_block, zeros, accepted)
+        undecided = by_block.clone()
+        for i in range(K, -1, -1):
+            w, i_th = weights[:, i], (start + i).clamp(0, max(D - 1, 0))
+            p = p_source.rows(first_row + i)[0]
+            x = draft_tokens[i_th].long().clamp(0, vocab - 1)
+            q, _ = q_source.rows(i_th, x)
+            mass = excess(p, q, w).sum(1)
+            u = _rows.uniforms(seeds, anchor, 1, zeros + i - 1, 1)[:, 0]
+            stands = torch.where(has_q[:, i] & (w < 1), u * (mass + 1 - w) < mass, (w >= 1) | (u < w))
+            chosen = undecided & (w > 0) & (stands | (i == 0))
+            n = torch.where(chosen, i, n)
+            undecided = undecided & ~chosen
+            weighted = torch.where(has_q[:, i, None], residual(p, q, w), p)
+            token = _rows.race(weighted, seeds, anchor + i, 2, zeros)
+            out[:, i] = torch.where(chosen, token, out[:, i])
+            log_p[:, i] = torch.where(chosen, p.gather(1, token[:, None])[:, 0].log(), log_p[:, i])
+            drawn = torch.where(chosen, p_source.sampled_status(first_row + i), 0)
+            states[:, i] |= drawn.to(torch.int32)
+        accepted = n
+
+    emitted = torch.where((accepted == d) & (not emit_bonus), accepted, accepted + 1)
+    written = (k < emitted[:, None]) & ~rowless[:, None]
+    lost = rowless[:, None] & (k == 0)
+    tokens.copy_(torch.where(written, out, torch.where(lost, 0, -1)))
     if logprobs is not None:
-        logprobs[:, 0] = torch.where(rowless, -torch.inf, logprobs[:, 0])
+        logprobs.copy_(torch.where(written, log_p, torch.where(lost, -torch.inf, 0.0)))
     if cutoff is not None:
-        for field, value in zip((cutoff, row_max, log_mass), (torch.inf, -torch.inf, -torch.inf), strict=True):
-            field[:, 0] = torch.where(rowless, value, field[:, 0])
+        for into, field, value in zip(
+            (cutoff, row_max, log_mass), found, (torch.inf, -torch.inf, -torch.inf), strict=True
+        ):
+            into.copy_(torch.where(written, field, torch.where(lost, value, 0.0)))
+    for i in range(K + 1):
+        state = torch.where(written[:, i], state | states[:, i], state)
     num_accepted.copy_(accepted)
-    num_emitted.copy_((tokens >= 0).sum(1))
+    num_emitted.copy_(torch.where(rowless, 1, emitted))
     status.copy_(state)
 
 

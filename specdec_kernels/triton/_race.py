@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ._numerics import INF, LEAST_NORMAL, LOG2E, exp2_neg, exponential, log_pos, noise_words, uniform
-from ._row import list_active, listed
+from ._row import LOOK, list_active, listed, load_maxima
 
 RACE_TOKENS = tl.constexpr(1024)  # raced at once
 KIND_LOGITS = tl.constexpr(0)
@@ -82,16 +82,59 @@ def token_of(key):
 
 
 @triton.jit
+def target_prob(z, cutoff, row_max, log_mass, scale, KIND: tl.constexpr):
+    """p of what a target row holds."""
+    if KIND == KIND_PROBS:
+        p = tl.where(z > 0.0, z, 0.0)
+    else:
+        p = probability(z, cutoff, row_max, log_mass, scale)
+    return p
+
+
+@triton.jit
+def draft_prob(token, mask, row, column_map, width, cutoff, row_max, log_mass, scale, KIND: tl.constexpr):
+    """q of target ids; read where `mask` says so, 0 elsewhere."""
+    column, inside = column_of(token, column_map, width, mask)
+    y = tl.load(row + column, mask=inside, other=-INF).to(tl.float32)
+    return target_prob(y, cutoff, row_max, log_mass, scale, KIND)
+
+
+@triton.jit
+def excess_mass(
+    p_row, vocab, cutoff, row_max, log_mass, scale, weight,
+    q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, space, active,
+    P_KIND: tl.constexpr, Q_KIND: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
+):  # fmt: skip
+    """Sum of max(0, weight * p - q) over a row. Logits are read where their subtile reaches the cutoff (the list goes to
+    `active`, MAXIMA entries), q where p > 0. In a fixed order, so every program that asks gets the same bits."""
+    count = tl.cdiv(vocab, SUB)
+    if P_KIND == KIND_LOGITS:
+        count = list_active(load_maxima(space, vocab, SUB, MAXIMA), tl.arange(0, MAXIMA), cutoff, active)
+    total = tl.zeros([LOOK], tl.float32)
+    for j in range(0, tl.cdiv(count * SUB, LOOK)):
+        place = j * LOOK + tl.arange(0, LOOK)
+        token = place
+        if P_KIND == KIND_LOGITS:
+            token = listed(active, place // SUB, count) * SUB + place % SUB
+        mask = (place < count * SUB) & (token < vocab)
+        z = tl.load(p_row + token, mask=mask, other=-INF).to(tl.float32)
+        p = target_prob(z, cutoff, row_max, log_mass, scale, P_KIND)
+        q = draft_prob(token, p > 0.0, q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, Q_KIND)
+        total += tl.maximum(p * weight - q, 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def race_share(
     p_row, p_map, p_width, vocab, cutoff, row_max, inverse, log_mass, scale, greedy,
-    residual, q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, q_one_hot, x,
+    residual, q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, q_one_hot, x, weight,
     seed, position, tag, space, split, splits,
     P_KIND: tl.constexpr, Q_KIND: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """(best key or 0, whether a NaN was seen) of part `split` of `splits` of the target ids, SHARE subtiles at a time.
 
     p is `p_row` by its kind; without a map and for logits only subtiles that reach the cutoff are read. Where `residual`,
-    tokens race by max(0, p - q), and by p in case that leaves none; q is one-hot at x if `q_one_hot` or `q_row` is None.
+    tokens race by max(0, weight * p - q), and by p in case that leaves none; q is one-hot at x if `q_one_hot` or `q_row` is None.
     """
     R: tl.constexpr = RACE_TOKENS // SUB if SUB < RACE_TOKENS else 1
     best = tl.zeros([], tl.int64)
@@ -122,19 +165,14 @@ def race_share(
                 log_w = tl.where((z >= cutoff) & (z > -INF), scaled(z, row_max, inverse), -INF)
             preferred = tl.zeros([R, SUB], tl.int1)
             if residual:
-                if P_KIND == KIND_PROBS:
-                    p = tl.where(z > 0.0, z, 0.0)
-                else:
-                    p = probability(z, cutoff, row_max, log_mass, scale)
+                p = target_prob(z, cutoff, row_max, log_mass, scale, P_KIND)
                 q = (token == x).to(tl.float32)
                 if q_row is not None:
                     if not q_one_hot:
-                        column, inside = column_of(token, q_map, q_width, mask & (p > 0.0))
-                        y = tl.load(q_row + column, mask=inside, other=-INF).to(tl.float32)
-                        if Q_KIND == KIND_PROBS:
-                            q = tl.where(y > 0.0, y, 0.0)
-                        else:
-                            q = probability(y, q_cutoff, q_row_max, q_log_mass, q_scale)
+                        q = draft_prob(
+                            token, mask & (p > 0.0), q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, Q_KIND
+                        )  # fmt: skip
+                p = p * weight
                 preferred = p > q
                 log_w = tl.where(preferred, log_of(p - q), log_w)
             score = log_w

@@ -35,7 +35,7 @@ def sample_kernel(
             tag = tag | (tl.load(ids + n).to(tl.int64) << 8)
         key, _ = race_share(
             row, target_to_draft, width, vocab, c, m, inverse, mass, scale, greedy,
-            False, None, None, 0, c, m, mass, scale, False, -1,
+            False, None, None, 0, c, m, mass, scale, False, -1, 1.0,
             tl.load(seed + slot), at, tag, space_of(space, n, MAXIMA), split, splits,
             KIND_LOGITS, KIND_LOGITS, SUB, MAXIMA, SHARE,
         )  # fmt: skip

@@ -26,6 +26,7 @@ from ._race import (
     STREAM_SAMPLE,
     accept_coin,
     column_of,
+    excess_mass,
     log_of,
     log_probability,
     probability,
@@ -44,13 +45,14 @@ from ._row import (
     temperature_of,
 )
 
-RULE_COUPLED = tl.constexpr(1)
+RULE_BLOCK = tl.constexpr(1)
+RULE_COUPLED = tl.constexpr(2)
 STATUS_ZERO_Q = tl.constexpr(4)
 STATUS_BAD_Q_ROW = tl.constexpr(8)
 STATUS_PLACEHOLDER = tl.constexpr(16)
 STATUS_BAD_OFFSETS = tl.constexpr(32)
 STATUS_BITS = tl.constexpr(6)
-FROM_RESIDUAL = tl.constexpr(64)  # beside the status bits: the row emits from max(0, p - q)
+FROM_RESIDUAL = tl.constexpr(64)  # beside the status bits: the row emits from max(0, weight * p - q)
 
 
 @triton.jit
@@ -92,45 +94,101 @@ def _load_nucleus(nuclei, n):
 def _decide(
     status, greedy, scale, c, m, mass, i, count, x, target_row, q_row, anchor, seed,
     V, draft, draft_stride, Vd, target_to_draft, q_c, q_m, q_mass, q_greedy, q_scale,
-    T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, COUPLED: tl.constexpr,
+    T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
-    """(status with FROM_RESIDUAL, whether draft i is accepted) of a row whose two sides are known; greedy rows and what
-    `coupled` decides later count as accepted here."""
+    """(status with FROM_RESIDUAL, whether draft i is accepted, p(x), q(x)) of a row whose two sides are known. Greedy rows
+    and what is decided later count as accepted here: all under `coupled`, and under `block` where p(x) > 0."""
     accepted = i < count
+    p = tl.zeros([], tl.float32)
+    q = tl.zeros([], tl.float32) + 1.0
     if (i < count) & ((status & STATUS_EMPTY_ROW) == 0):
         if (x < 0) | (x >= V):
             status |= STATUS_PLACEHOLDER
             accepted = i < 0
-        elif (not greedy) & (not COUPLED):
-            if T_PROBS:
-                p = tl.load(target_row + x)
-                p = tl.where(p > 0.0, p, 0.0)
-            else:
-                p = probability(tl.load(target_row + x).to(tl.float32), c, m, mass, scale)
-            q = tl.zeros([], tl.float32) + 1.0
-            usable = i >= 0
-            if draft is not None:
-                usable = q_row >= 0
-                if usable & (Q_PROBS | (not q_greedy)):
-                    column, inside = column_of(x, target_to_draft, Vd, i >= 0)
-                    z = tl.load(draft + q_row * draft_stride + column, mask=inside, other=0.0).to(tl.float32)
-                    if Q_PROBS:
-                        q = z
-                        usable = z - z == 0.0
-                    else:
-                        usable = (q_c == q_c) & (q_m > -INF) & (q_mass - q_mass == 0.0)
-                        q = tl.where(inside, probability(z, q_c, q_m, q_mass, q_scale), 0.0)
-            if not usable:
-                status |= STATUS_BAD_Q_ROW
-                accepted = i < 0
-            elif not (q > 0.0):
-                status |= STATUS_ZERO_Q
-                accepted = i < 0
-            else:
-                coin = accept_coin(seed, anchor, i)
-                accepted = (p > 0.0) & ((p >= q) | (coin * q < p))
-                status |= tl.where(accepted, 0, FROM_RESIDUAL)
-    return status, accepted & ((status & STATUS_EMPTY_ROW) == 0)
+        elif not greedy:
+            if RULE != RULE_COUPLED:
+                if T_PROBS:
+                    p = tl.load(target_row + x)
+                    p = tl.where(p > 0.0, p, 0.0)
+                else:
+                    p = probability(tl.load(target_row + x).to(tl.float32), c, m, mass, scale)
+                usable = i >= 0
+                if draft is not None:
+                    usable = q_row >= 0
+                    if usable & (Q_PROBS | (not q_greedy)):
+                        column, inside = column_of(x, target_to_draft, Vd, i >= 0)
+                        z = tl.load(draft + q_row * draft_stride + column, mask=inside, other=0.0).to(tl.float32)
+                        if Q_PROBS:
+                            q = z
+                            usable = z - z == 0.0
+                        else:
+                            usable = (q_c == q_c) & (q_m > -INF) & (q_mass - q_mass == 0.0)
+                            q = tl.where(inside, probability(z, q_c, q_m, q_mass, q_scale), 0.0)
+                if not usable:
+                    status |= STATUS_BAD_Q_ROW
+                    accepted = i < 0
+                elif not (q > 0.0):
+                    status |= STATUS_ZERO_Q
+                    accepted = i < 0
+                else:
+                    coin = accept_coin(seed, anchor, i)
+                    later = i < 0
+                    if RULE == RULE_BLOCK:
+                        later = _by_block(greedy, q_greedy, draft, Q_PROBS)
+                    accepted = (p > 0.0) & (later | (p >= q) | (coin * q < p))
+                    status |= tl.where(accepted & (not later), 0, FROM_RESIDUAL)
+    return status, accepted & ((status & STATUS_EMPTY_ROW) == 0), p, q
+
+
+@triton.jit
+def _by_block(greedy, q_greedy, draft, Q_PROBS: tl.constexpr):
+    """Whether the block rule's own formulas apply to a request: one-hot drafts have the same law under the token rule."""
+    if draft is None:
+        yes = greedy & (not greedy)
+    elif Q_PROBS:
+        yes = not greedy
+    else:
+        yes = (not greedy) & (not q_greedy)
+    return yes
+
+
+@triton.jit
+def _block_end(
+    target, stride, V, first_row, scale, draft, draft_stride, draft_height, Vd, draft_rows, num_draft_rows, q_scale,
+    target_to_draft, p_nucleus, q_nucleus, row_status, odds, weights, space, active, start, end, r, seed, anchor,
+    P_KIND: tl.constexpr, Q_KIND: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
+):  # fmt: skip
+    """(how many drafts stand, the weight of the row behind them) of a request whose chain ends at row `end`; row i is entry
+    r + i of the workspace. Every program of the request finds the same."""
+    w = tl.zeros([], tl.float32) + 1.0
+    for i in range(0, end):
+        p = w * tl.load(odds + 2 * (r + i))
+        q = tl.load(odds + 2 * (r + i) + 1)
+        w = tl.where(p >= q, 1.0, tl.div_rn(p, q))
+        tl.store(weights + (r + i), w)  # behind draft i
+    tl.debug_barrier()
+    # The largest number wins, so the rows are tried from the back, and only those are summed whose coin may still say yes.
+    n = end
+    failed = n > 0
+    while failed:
+        w = tl.load(weights + (r + n - 1))
+        coin = accept_coin(seed, anchor, n - 1)
+        failed = coin >= w
+        if (w < 1.0) & (coin < w):
+            if (tl.load(row_status + (r + n)) & FROM_RESIDUAL) != 0:
+                c, m, mass = _load_nucleus(p_nucleus, r + n)
+                q_c, q_m, q_mass = _load_nucleus(q_nucleus, r + n)
+                q_row = _draft_row(start + n, draft_rows, num_draft_rows, draft_height)
+                z = excess_mass(
+                    target + (first_row + n) * stride, V, c, m, mass, scale, w,
+                    draft + q_row * draft_stride, target_to_draft, Vd, q_c, q_m, q_mass, q_scale,
+                    space_of(space, r + n, MAXIMA), active, P_KIND, Q_KIND, SUB, MAXIMA,
+                )  # fmt: skip
+                failed = coin * (z + (1.0 - w)) >= z
+        n = tl.where(failed, n - 1, n)
+        failed = failed & (n > 0)
+    w = tl.load(weights + (r + n - 1), mask=n > 0, other=1.0)
+    return n, w
 
 
 @triton.jit(
@@ -145,8 +203,8 @@ def decide_kernel(
     draft, draft_stride, draft_height, Vd, draft_rows, num_draft_rows,
     draft_cutoff, draft_row_max, draft_log_mass, num_saved,
     q_temperature, q_top_p, q_top_k, q_min_p, q_slots, num_q_slots, num_q_params, target_to_draft,
-    p_nucleus, q_nucleus, row_status, row_token, space, done, sides, stop, splits,
-    T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, COUPLED: tl.constexpr, SIDES: tl.constexpr, EMIT_BONUS: tl.constexpr,
+    p_nucleus, q_nucleus, row_status, row_token, odds, space, done, sides, stop, splits,
+    T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, RULE: tl.constexpr, SIDES: tl.constexpr, EMIT_BONUS: tl.constexpr,
     ORDER: tl.constexpr, P_TILE: tl.constexpr, Q_TILE: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """`splits` programs for each target row and, where q is to be computed (SIDES = 2), each draft row, in the order of
@@ -256,9 +314,9 @@ def decide_kernel(
     anchor = tl.zeros([], tl.int64)
     if position is not None:
         anchor = tl.load(position + b)
-    status, accepted = _decide(
+    status, accepted, p_x, q_x = _decide(
         status, greedy, scale, c, m, mass, i, count, x, target_row, q_row, anchor, tl.load(seed + slot),
-        V, draft, draft_stride, Vd, target_to_draft, q_c, q_m, q_mass, q_greedy, q_scale, T_PROBS, Q_PROBS, COUPLED,
+        V, draft, draft_stride, Vd, target_to_draft, q_c, q_m, q_mass, q_greedy, q_scale, T_PROBS, Q_PROBS, RULE,
     )  # fmt: skip
     token = tl.zeros([], tl.int32) - 1  # to be raced for
     if (status & STATUS_EMPTY_ROW) != 0:
@@ -269,6 +327,9 @@ def decide_kernel(
             accepted = accepted & (token == x)
     tl.store(row_token + row, token)
     tl.store(row_status + row, status)
+    if odds is not None:
+        tl.store(odds + 2 * row, p_x)
+        tl.store(odds + 2 * row + 1, q_x)
     if not accepted:
         tl.atomic_max(stop + b, K + 1 - i, sem="relaxed")
 
@@ -284,8 +345,8 @@ def emit_kernel(
     draft, draft_stride, draft_height, Vd, draft_rows, num_draft_rows,
     q_temperature, q_slots, num_q_slots, num_q_params, target_to_draft,
     tokens, num_accepted, num_emitted, status, logprobs, cutoff, row_max, log_mass,
-    p_nucleus, q_nucleus, row_status, row_token, space, done, sides, stop, best, nans, finished, splits,
-    T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, COUPLED: tl.constexpr, EMIT_BONUS: tl.constexpr,
+    p_nucleus, q_nucleus, row_status, row_token, odds, weights, lists, space, done, sides, stop, best, nans, finished,
+    splits, T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, RULE: tl.constexpr, EMIT_BONUS: tl.constexpr,
     SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr, K_PAD: tl.constexpr,
 ):  # fmt: skip
     """`splits` programs for each request (under `coupled`: for each of its rows) race the tokens it emits; the last of
@@ -296,6 +357,7 @@ def emit_kernel(
     """
     P_KIND: tl.constexpr = KIND_PROBS if T_PROBS else KIND_LOGITS
     Q_KIND: tl.constexpr = KIND_PROBS if Q_PROBS else KIND_LOGITS
+    COUPLED: tl.constexpr = RULE == RULE_COUPLED
     split = tl.program_id(0) % splits
     item = tl.program_id(0) // splits
     rows = 1
@@ -308,6 +370,24 @@ def emit_kernel(
     greedy = greedy & (not T_PROBS)
     stopped = tl.load(stop + b).to(tl.int64)
     end = tl.where(stopped > 0, K + 1 - stopped, count)  # the first row that is known not to accept
+    anchor = tl.zeros([], tl.int64)
+    if position is not None:
+        anchor = tl.load(position + b)
+    q_greedy = b < 0
+    q_scale = scale
+    if draft is not None:
+        if not Q_PROBS:
+            q_slot = slot_of(b, None, q_slots, num_q_slots, num_q_params)
+            q_greedy, _, q_scale = temperature_of(q_temperature + q_slot)
+    weight = tl.zeros([], tl.float32) + 1.0
+    if RULE == RULE_BLOCK:
+        if _by_block(greedy, q_greedy, draft, Q_PROBS) & (end > 0):
+            end, weight = _block_end(
+                target, stride, V, start + b, scale, draft, draft_stride, draft_height, Vd, draft_rows, num_draft_rows,
+                q_scale, target_to_draft, p_nucleus, q_nucleus, row_status, odds, weights, space,
+                lists + tl.program_id(0).to(tl.int64) * MAXIMA, start, end, b * (K + 1), tl.load(seed + slot), anchor,
+                P_KIND, Q_KIND, SUB, MAXIMA,
+            )  # fmt: skip
     i = end
     if COUPLED:
         i = (item % rows).to(tl.int64)
@@ -319,25 +399,17 @@ def emit_kernel(
         flags = tl.load(row_status + row)
         residual = (flags & FROM_RESIDUAL) != 0
         q_row = None
-        q_scale = scale
-        q_one_hot = i < 0
         if draft is not None:
             q_row = draft
             if residual:
                 q_row = draft + _draft_row(start + i, draft_rows, num_draft_rows, draft_height) * draft_stride
-            if not Q_PROBS:
-                q_slot = slot_of(b, None, q_slots, num_q_slots, num_q_params)
-                q_one_hot, _, q_scale = temperature_of(q_temperature + q_slot)
         x = tl.load(draft_tokens + start + i, mask=i < count, other=-1).to(tl.int64)
-        at = tl.zeros([], tl.int64) + i
-        if position is not None:
-            at += tl.load(position + b)
         c, m, mass = _load_nucleus(p_nucleus, row)
         q_c, q_m, q_mass = _load_nucleus(q_nucleus, row)
         key, bad = race_share(
             target + (start + b + i) * stride, None, V, V, c, m, inverse, mass, scale, False,
-            residual, q_row, target_to_draft, Vd, q_c, q_m, q_mass, q_scale, q_one_hot, x,
-            tl.load(seed + slot), at, STREAM_SAMPLE, space_of(space, row, MAXIMA), split, splits,
+            residual, q_row, target_to_draft, Vd, q_c, q_m, q_mass, q_scale, q_greedy, x, weight,
+            tl.load(seed + slot), anchor + i, STREAM_SAMPLE, space_of(space, row, MAXIMA), split, splits,
             P_KIND, Q_KIND, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:
@@ -416,6 +488,7 @@ def verify_chain(
     B, K = tokens.shape[0], tokens.shape[1] - 1
     R, V = target.shape
     coupled = rule == RULE_COUPLED.value
+    block = rule == RULE_BLOCK.value and draft is not None  # one-hot drafts have the same law under the token rule
     check_vocab("verify_chain", "target_probs" if target_is_probs else "target_logits", V)
     if coupled:
         draft = draft_rows = draft_cutoff = draft_row_max = draft_log_mass = target_to_draft = None
@@ -436,13 +509,20 @@ def verify_chain(
         "draft_rows": draft_rows, "num_draft_rows": length(draft_rows),
         "q_temperature": draft_temperature, "q_slots": draft_slots, "num_q_slots": length(draft_slots),
         "num_q_params": length(draft_temperature), "target_to_draft": target_to_draft,
-        "T_PROBS": target_is_probs, "Q_PROBS": draft_is_probs and draft is not None, "COUPLED": coupled,
+        "T_PROBS": target_is_probs, "Q_PROBS": draft_is_probs and draft is not None, "RULE": rule if coupled or block else 0,
         "EMIT_BONUS": emit_bonus, "SUB": SUB, "MAXIMA": maxima, **OPTIONS,
     }  # fmt: skip
     counters = {"done": rows + B * K, "sides": rows, "best": rows, "nans": rows, "stop": B, "finished": B}
     found = {"p_nucleus": 3 * rows, "q_nucleus": 3 * rows, "row_status": rows, "row_token": rows}
+    raced = B * (K + 1 if coupled else 1)
+    race = race_splits(raced, V, target.device)
+    if block:
+        found |= {"odds": 2 * rows, "weights": rows, "lists": raced * race * maxima}
     with workspace(scanned, maxima, counters, target.device, **found) as scratch:
-        between = {name: scratch[name] for name in (*found, "space", "done", "sides", "stop")}
+        between = {
+            name: scratch.get(name)
+            for name in ("p_nucleus", "q_nucleus", "row_status", "row_token", "odds", "space", "done", "sides", "stop")
+        }
         splits = scan_splits(scanned, widest, target.device)
         decide_kernel[(splits * scanned,)](
             **shared, **between, top_p=top_p, top_k=top_k, min_p=min_p,
@@ -451,11 +531,9 @@ def verify_chain(
             splits=splits, SIDES=sides, ORDER=filter_order, P_TILE=scan_tile(target, SUB),
             Q_TILE=scan_tile(draft, SUB) if sides == 2 else 0,
         )  # fmt: skip
-        raced = B * (K + 1 if coupled else 1)
-        splits = race_splits(raced, V, target.device)
-        emit_kernel[(splits * raced,)](
-            **shared, **between, best=scratch["best"], nans=scratch["nans"], finished=scratch["finished"],
+        emit_kernel[(race * raced,)](
+            **shared, **between, weights=scratch.get("weights"), lists=scratch.get("lists"), best=scratch["best"], nans=scratch["nans"], finished=scratch["finished"],
             tokens=tokens, num_accepted=num_accepted, num_emitted=num_emitted, status=status, logprobs=logprobs,
             cutoff=cutoff, row_max=row_max, log_mass=log_mass,
-            splits=splits, SHARE=race_share_of(widest), K_PAD=power_of_2(K + 1),
+            splits=race, SHARE=race_share_of(widest), K_PAD=power_of_2(K + 1),
         )  # fmt: skip

@@ -22,7 +22,7 @@ class DraftContext:
     position: int64 [B] on the device, absolute position of the next token = len(tokens[b]): the step's anchor.
     params: the requests' sampling parameters.
     budgets: most drafts wanted for each request; 0 near the end of a request.
-    rule: "token" or "coupled".
+    rule: "token", "block" or "coupled".
     relative_cost: d -> measured cost of a step with at most d drafts over a plain step, None where not yet known.
     """
 
