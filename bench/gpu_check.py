@@ -27,7 +27,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="the whole grid of cells, without a limit of time")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU: tiny shapes in Triton's interpreter")
     parser.add_argument("--checks-only", action="store_true", help="no timing")
-    parser.add_argument("--backend", default="triton", help="the backend to check (default triton)")
+    parser.add_argument(
+        "--backend",
+        default="triton",
+        choices=("native", "triton", "eager"),
+        help="the backend to check (default triton)",
+    )
     parser.add_argument("--output", type=Path, help="folder for the JSON (default bench/results)")
     return parser.parse_args(argv)
 
@@ -60,8 +65,8 @@ def run_cells(device: torch.device, backend: str, given: argparse.Namespace, sta
     bandwidth = clock.read_bytes_per_us()
     chosen = tiny_cells() if given.rehearse else cells(given.full)
     launches = kernels_of(Case(chosen[0], device, backend), device)
-    print(f"\nread bandwidth {bandwidth / 1e3:.0f} GB/s (2 x copy); launches of a call: {launches}")
-    print(f"{'':58}{'warm us':>9}{'cold us':>9}{'host us':>9}{'floor us':>9}{'/ floor':>9}  fastest peer")
+    print(f"\nread bandwidth {bandwidth / 1e3:.0f} GB/s (2 x copy); launches of a call: {launches or 'not profiled'}")
+    print(f"{'':58} {'warm us':>9} {'cold us':>9} {'host us':>9} {'floor us':>9} {'/ floor':>9}  fastest peer")
     results, missing, left_out = [], {}, []
     for cell in chosen:
         if not given.full and time.perf_counter() - started > SECONDS:
@@ -72,7 +77,7 @@ def run_cells(device: torch.device, backend: str, given: argparse.Namespace, sta
         best = min(timed, key=lambda name: timed[name]["cold_us"], default=None)
         peer = "" if best is None else f"{best} {timed[best]['slower']:.1f}x"
         print(
-            f"{r['cell']:58}{r['warm_us']:9.1f}{r['cold_us']:9.1f}{r['host_us']:9.1f}{r['floor_us']:9.1f}"
+            f"{r['cell']:58} {r['warm_us']:9.1f} {r['cold_us']:9.1f} {r['host_us']:9.1f} {r['floor_us']:9.1f} "
             f"{r['cold_of_floor']:9.2f}  {peer}",
             flush=True,
         )

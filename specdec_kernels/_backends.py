@@ -24,8 +24,8 @@ class BackendUnavailable(RuntimeError):
 
 def _load_native() -> str | None:
     """Loads the compiled CPU kernels; returns None on success, else the reason they are missing."""
-    if os.environ.get("SPECDEC_SKIP_NATIVE", "0") == "1":
-        return "SPECDEC_SKIP_NATIVE=1"
+    if os.environ.get("SPECDEC_SKIP_NATIVE", "0") not in ("", "0"):
+        return f"SPECDEC_SKIP_NATIVE={os.environ['SPECDEC_SKIP_NATIVE']}"
     isa = os.environ.get("SPECDEC_CPU_ISA")
     if isa not in (None, "", "baseline", "avx2", "avx512"):
         return f"SPECDEC_CPU_ISA must be baseline, avx2 or avx512, got {isa!r}"
@@ -33,7 +33,7 @@ def _load_native() -> str | None:
     here = [str(pathlib.Path(__file__).parent)]
     spec = importlib.machinery.PathFinder.find_spec(f"{__package__}._cpu", here)
     if spec is None or spec.origin is None:
-        return "the extension was not built"
+        return f"the extension was not built; {BUILD_HINT}"
     try:
         torch.ops.load_library(spec.origin)
     except Exception as error:  # a library of another torch or machine must not break the import
@@ -51,10 +51,15 @@ def _find_triton(device_type: str) -> str | None:
         return f"there are no Triton kernels for device {device_type!r}"
     try:
         interpreted = importlib.import_module(".triton", __package__).INTERPRETED
+    except ModuleNotFoundError as error:
+        return f"{error}: pip install {error.name}"
     except Exception as error:
-        return f"triton does not import ({error}): pip install triton"
+        return f"triton does not import: {error}"
     if device_type == "cpu" and not interpreted:
-        return "CPU tensors need Triton's interpreter: TRITON_INTERPRET=1 before the first use"
+        return (
+            "no CUDA tensors: on CPU tensors the kernels run in Triton's interpreter only, which TRITON_INTERPRET=1 in the "
+            "environment turns on before anything imports triton"
+        )
     return None
 
 
@@ -63,7 +68,7 @@ def _triton_missing(device_type: str) -> str | None:
     return _find_triton(device_type)
 
 
-DEFAULT = os.environ.get("SPECDEC_BACKEND", "auto")
+DEFAULT = os.environ.get("SPECDEC_BACKEND") or "auto"
 """Read at import and judged at the first call that depends on it: a wrong value must not break the import."""
 
 
@@ -105,8 +110,7 @@ def resolve(op: str, backend: str, device: torch.device) -> str:
     if reason is None:
         return wanted
     if backend != "auto":
-        hint = f"; {BUILD_HINT}" if backend == "native" else ""
-        raise BackendUnavailable(f"{op}: backend {backend!r} is not available: {reason}{hint}")
+        raise BackendUnavailable(f"{op}: backend {backend!r} is not available: {reason}")
     if not torch.compiler.is_compiling():
         _log_fallback(wanted, device.type, reason)
     return "eager"
@@ -155,7 +159,7 @@ def info() -> dict:
         "triton": version("triton"),
         "transformers": version("transformers"),
         "cuda": torch.version.cuda,
-        "default_backend": DEFAULT,
+        "default_backend": DEFAULT if DEFAULT in NAMES else f"{DEFAULT}: SPECDEC_BACKEND must be one of {NAMES}",
         "backends": {
             "native (CPU)": native,
             "triton": {"available": triton_reason is None, "reason": triton_reason},

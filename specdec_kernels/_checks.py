@@ -44,7 +44,8 @@ def vector(
     ):
         return
     kind = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-    fail(op, name, f"{kind} [{what}{'>=' if at_least else '='}{size}], contiguous, on {device}", value)
+    length = f"{what}{'>=' if at_least else '='}{size}" if size or not at_least else what
+    fail(op, name, f"{kind} [{length}], contiguous, on {device}", value)
 
 
 def params(op: str, name: str, value, batch: int, device: torch.device, rows: int) -> None:
@@ -56,6 +57,9 @@ def params(op: str, name: str, value, batch: int, device: torch.device, rows: in
     if value.slots is not None:
         vector(op, f"{name}.slots", value.slots, INDEX_DTYPES, batch, "B", device)
         size = value.temperature.shape[0]
+    if value.slots is None and isinstance(value.temperature, Tensor) and value.temperature.shape != (size,):
+        must = f"float32 [B={size}] (SamplingTensors.create(..., batch_size={size}) spreads scalars)"
+        fail(op, f"{name}.temperature", must, value.temperature)
     vector(op, f"{name}.temperature", value.temperature, (torch.float32,), size, "B", device)
     vector(op, f"{name}.top_p", value.top_p, (torch.float32,), size, "B", device)
     vector(op, f"{name}.top_k", value.top_k, (torch.int32,), size, "B", device)

@@ -72,6 +72,8 @@ def nucleus(
     if out is None:
         out = empty_nucleus((N,), device)
     else:
+        if not isinstance(out, tuple) or len(out) != 3:
+            _checks.fail(op, "out", "a Nucleus", out)
         for name, tensor in zip(Nucleus._fields, out, strict=True):
             _checks.output(op, f"out.{name}", tensor, torch.float32, (N,), device)
     if status is None:

@@ -101,6 +101,8 @@ def sample(
             empty_nucleus((N,), device) if return_nucleus else None,
         )
     else:
+        if not isinstance(out, SampleOutput):
+            _checks.fail(op, "out", "a SampleOutput", out)
         _checks.output(op, "out.tokens", out.tokens, torch.int32, (N,), device)
         _checks.output(op, "out.status", out.status, torch.int32, (N,), device)
         if (out.logprobs is not None) != bool(logprobs) or (out.nucleus is not None) != return_nucleus:

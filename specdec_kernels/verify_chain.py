@@ -180,8 +180,8 @@ def verify_chain(
                 op, "draft_params", "given with draft_logits (the parameters the drafts were sampled with)", "None"
             )
         _checks.params(op, "draft_params", draft_params, B, device, B)
-    else:
-        draft_params = None
+    elif draft_params is not None:
+        _checks.fail(op, "draft_params", "None where there are no draft_logits", "SamplingTensors")
     if draft_nucleus is not None:
         if not isinstance(draft_nucleus, tuple) or len(draft_nucleus) != 3:
             _checks.fail(op, "draft_nucleus", "a Nucleus", draft_nucleus)
@@ -268,6 +268,8 @@ def _outputs(op, out, B: int, K: int, device: torch.device, logprobs: bool, retu
             torch.empty(B, K + 1, dtype=torch.float32, device=device) if logprobs else None,
             empty_nucleus((B, K + 1), device) if return_nucleus else None,
         )
+    if not isinstance(out, VerifyOutput):
+        _checks.fail(op, "out", "a VerifyOutput", out)
     _checks.output(op, "out.tokens", out.tokens, torch.int32, (B, K + 1), device)
     for name in ("num_accepted", "num_emitted", "status"):
         _checks.output(op, f"out.{name}", getattr(out, name), torch.int32, (B,), device)

@@ -3,7 +3,7 @@
 The ops run as they are, on CPU tensors, with a driver that names the wanted architecture; each launch stops after its
 compilation. So what is compiled is what a GPU would be given: the same signatures, specialisations and options.
 
-    python -m tests.aot [--write]     # what each kernel needs on each architecture, as JSON, or into triton_usage.json
+    python -m tests.aot [90 ..] [--write]     # what each kernel needs on each architecture, as JSON, or into triton_usage.json
 
 Must run in a process without TRITON_INTERPRET.
 """
@@ -164,9 +164,12 @@ def measure(arch: int) -> dict[str, Usage]:
 
 
 def main(argv: list[str]) -> None:
+    if triton.knobs.runtime.interpret:
+        sys.exit("tests.aot: TRITON_INTERPRET must not be set, nothing is compiled in the interpreter")
     chosen = [int(a) for a in argv if a.isdigit()] or ARCHITECTURES
     found = {f"sm_{arch}": {k: u._asdict() for k, u in measure(arch).items()} for arch in chosen}
-    text = json.dumps({"triton": triton.__version__, **found}, indent=1)
+    known = json.loads(TABLE.read_text()) if "--write" in argv and len(chosen) < len(ARCHITECTURES) else {}
+    text = json.dumps({**known, "triton": triton.__version__, **found}, indent=1)
     if "--write" in argv:
         TABLE.write_text(text + "\n")
     else:

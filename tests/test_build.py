@@ -130,7 +130,8 @@ def test_pure_python_install(installed):
     info = [sys.executable, "-m", "specdec_kernels", "info"]
     done = run(*info, cwd=installed, PYTHONPATH=str(installed), TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     report = json.loads(done.stdout)
-    assert report["backends"]["native (CPU)"] == {"available": False, "reason": "the extension was not built"}
+    native = report["backends"]["native (CPU)"]
+    assert not native["available"] and native["reason"].startswith("the extension was not built; build it")
     assert "TRITON_INTERPRET=1" in report["backends"]["triton"]["reason"]
     assert report["ops"] == {op: ["eager"] for op in _schemas.SCHEMAS}
 

@@ -106,6 +106,30 @@ def test_a_plain_step_now_and_then():
     assert not costs.wants_plain(1)
 
 
+def test_speculation_comes_back_after_a_slow_spell():
+    """Costs measured while the machine was busy put drafts out of use; without drafts they would never be measured again."""
+    costs = StepCosts()
+    record(costs, *[(0, 1.0), (5, 8.0)] * 7)
+    steps = []
+    for _ in range(300):
+        drafts = 5 if costs.wants_drafts(1) or costs.relative(1, 5) < 4 else 0
+        steps.append(drafts)
+        record(costs, (drafts, 1.5 if drafts else 1.0))
+    assert steps.index(5) <= 64
+    assert sum(steps[100:]) == 5 * 200
+
+
+def test_what_stays_dear_is_tried_ever_more_rarely():
+    costs, tried = StepCosts(), []
+    record(costs, *[(0, 1.0), (5, 8.0)] * 7)
+    for i in range(4000):
+        drafts = 5 if costs.wants_drafts(1) or costs.relative(1, 5) < 4 else 0
+        tried += [i] * (drafts > 0)
+        record(costs, (drafts, 8.0 if drafts else 1.0))
+    assert 6 <= len(tried) <= 12
+    assert tried[-1] - tried[-2] >= 500
+
+
 def test_speculation_that_has_become_dear_is_left():
     """Warmed up at 1.5 plain steps, a step with drafts costs 3; 0.8 accepted drafts no longer pay."""
     costs, watch = StepCosts(), AcceptanceWatch()

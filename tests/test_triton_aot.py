@@ -9,13 +9,14 @@ import sys
 import pytest
 
 triton = pytest.importorskip("triton")
+from tests import aot  # noqa: E402
+
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = json.loads((ROOT / "tests" / "triton_usage.json").read_text())
 RECENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
-ARCHITECTURES = [name for name in TABLE if name.startswith("sm_")]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=[f"sm_{arch}" for arch in aot.ARCHITECTURES])
 def usage(request):
     """(architecture, kernel -> usage), from a process in which Triton compiles."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -309,7 +309,8 @@ class _Run:
         budgets = [min(decoder.num_draft, row.limit - len(row.tokens) - 1) for row in self.rows]
         if max(budgets) <= 0:
             return None
-        adaptive = decoder.adaptive
+        costs = decoder.costs
+        judged = decoder.adaptive and not costs.wants_drafts(batch)
         drafts = self.drafter.propose(
             DraftContext(
                 tokens=[row.tokens for row in self.rows],
@@ -317,7 +318,7 @@ class _Run:
                 params=self.params,
                 budgets=budgets,
                 rule=decoder.rule,
-                relative_cost=(lambda d: decoder.costs.relative(batch, d)) if adaptive else (lambda d: None),
+                relative_cost=(lambda d: costs.relative(batch, d)) if judged else (lambda d: None),
             )
         )
         if drafts is None or not any(drafts.counts):

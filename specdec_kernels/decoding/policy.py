@@ -7,6 +7,7 @@ from statistics import median
 
 _KEEP = 9
 _PLAIN_EVERY = 64
+_RETRY_AFTER = (64, 512)  # steps without drafts: at first, at most
 
 
 class StepCosts:
@@ -15,6 +16,10 @@ class StepCosts:
     Seconds measured at different times do not compare: a machine gets busy, a context grows. So a step with drafts is
     compared with a plain step right before or after it, and a proposal with the forward and verification of its own
     step. Medians of the last few such ratios: one slow step says nothing.
+
+    Ratios that put drafts out of use are never contradicted, as no step has any then. So after a while without drafts one
+    step should have some (`wants_drafts`), and its ratio replaces the old ones; each time that this changes nothing, the
+    while is twice as long.
     """
 
     def __init__(self) -> None:
@@ -22,6 +27,8 @@ class StepCosts:
         self._proposals: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_KEEP))
         self._last: dict[int, tuple[int, float]] = {}
         self._since_plain: dict[int, int] = {}
+        self._without_drafts: dict[int, int] = defaultdict(int)
+        self._patience: dict[int, int] = defaultdict(lambda: _RETRY_AFTER[0])
 
     def record(self, batch: int, drafts: int, target_seconds: float, draft_seconds: float = 0.0) -> None:
         """One step of `batch` requests with at most `drafts` drafts each.
@@ -34,7 +41,15 @@ class StepCosts:
             self._since_plain[batch] = 0
             if before:
                 self._compare(batch, before, seconds / target_seconds)
+            self._without_drafts[batch] += 1
         else:
+            if self.wants_drafts(batch):
+                for key in [key for key in self._ratios if key[0] == batch]:
+                    del self._ratios[key]
+                self._patience[batch] = min(2 * self._patience[batch], _RETRY_AFTER[1])
+            elif self._without_drafts[batch] == 0:  # one after another: they are in use
+                self._patience[batch] = _RETRY_AFTER[0]
+            self._without_drafts[batch] = 0
             if batch in self._since_plain:
                 self._since_plain[batch] += 1
             self._proposals[batch, drafts].append(draft_seconds / target_seconds)
@@ -52,6 +67,10 @@ class StepCosts:
     def wants_plain(self, batch: int) -> bool:
         """Whether the next step should have no drafts, so that there is one to compare with."""
         return self._since_plain.get(batch, _PLAIN_EVERY) >= _PLAIN_EVERY
+
+    def wants_drafts(self, batch: int) -> bool:
+        """Whether the next step should have drafts, whatever is known of their cost."""
+        return self._without_drafts[batch] >= self._patience[batch]
 
     def relative(self, batch: int, drafts: int) -> float | None:
         """Cost of a step with `drafts` drafts over that of one without; None before any has been compared.

@@ -99,7 +99,7 @@ def main(argv=None) -> None:
         while done < options.rounds and (done == 0 or perf_counter() < deadline):
             comparison.round(prompts[key], mode, options.tokens, _SEED + done, into)
             done += 1
-        print(f"{key}, {mode.label} (median of {done} paired round{'s' * (done > 1)})")
+        print(f"{key}, {mode.label} ({'one paired round' if done == 1 else f'median of {done} paired rounds'})")
         print(compare.table(compare.rows(into)), "\n", flush=True)
     print(
         "speed-up: tokens per second over plain `generate` in the same round, prefill included. verify: share of the steps'\n"

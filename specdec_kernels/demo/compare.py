@@ -134,6 +134,8 @@ class Comparison:
         if self.ours.rule != self.coupled.rule:
             result = self._decode(self.coupled, prompt, mode, tokens, seed)[1]
             drafted, stats = result.tokens[0], result.stats
+        if not stats.accepted:
+            return f"{len(plain)} tokens, none of them drafted: nothing is shown"
         return f"{len(plain)} tokens, {stats.accepted} of them drafted: {verdict(plain, drafted)}"
 
 
