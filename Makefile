@@ -1,5 +1,5 @@
 # make demo   decode a real model with and without speculation
-# make test   every test
+# make test   every test, in JOBS=2 processes
 # make lint   formatting and static checks
 # make bench  measure (python -m bench --help)
 #
@@ -7,12 +7,13 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 PY := $(VENV)/bin/python
 # With a compiler at hand a build that fails is an error here; without one the package runs on plain torch.
 export SPECDEC_BUILD_CPU ?= $(if $(shell command -v $${CXX:-c++} || command -v g++),1,auto)
 NATIVE := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 REQUIREMENTS := torch triton transformers tokenizers safetensors accelerate gguf numpy scipy tqdm \
-	setuptools wheel ninja pytest ruff clang-format
+	setuptools wheel ninja pytest pytest-xdist ruff clang-format
 
 .PHONY: demo test lint format bench build clean
 
@@ -20,7 +21,7 @@ demo: build
 	$(PY) -m specdec_kernels.demo $(ARGS)
 
 test: build
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: build
 	$(PY) -m ruff check .

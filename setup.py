@@ -30,6 +30,7 @@ CPU_SOURCES = [
     "nucleus",
     "sample",
     "verify_chain",
+    "verify_tree",
 ]
 
 

@@ -205,13 +205,13 @@ class _Request:
 
 
 def _draft_left(q: Tensor, taken: list[int]) -> tuple[Tensor, Tensor]:
-    """q without the tokens in `taken`, renormalised, and its error."""
+    """q without the tokens in `taken`, renormalised if there are any, and its error."""
+    if not taken:
+        return q, q
     q = q.clone()
     q[taken] = 0.0
     mass = float(q.sum())
-    if not mass > 0:
-        return torch.zeros_like(q), torch.zeros_like(q)
-    return q / mass, q / mass / min(mass, 1.0) if taken else q
+    return (q / mass, 2 * q / mass) if mass > 0 else (q, q)
 
 
 def _greedy(r: _Request) -> tuple[int, int]:
@@ -233,8 +233,8 @@ def _distinct(r: _Request, children: list[int]) -> list[int]:
     return out
 
 
-def _target_only_at(r: _Request, left: Left, children: list[int], coin_of: int) -> tuple[int | None, Left]:
-    """(the accepted child or None, what is left of p without the children)."""
+def _target_only_at(r: _Request, left: Left, children: list[int], coin_of: int) -> tuple[int | None, Left | None]:
+    """(the accepted child or None, what is left of p without the children; None if that is nothing)."""
     masses = [float(left.p[r.token(c)]) for c in children]
     coin = r.coin(coin_of)
     total = error = 0.0
@@ -249,7 +249,7 @@ def _target_only_at(r: _Request, left: Left, children: list[int], coin_of: int) 
     p, p_error = left.p.clone(), left.error.clone()
     p[taken] = 0.0
     p_error[taken] = 0.0
-    return None, (Left(p, p_error) if p.any() else left)
+    return None, (Left(p, p_error) if p.any() else None)
 
 
 def _target_only(r: _Request) -> tuple[int, int]:
@@ -333,7 +333,7 @@ def _greedy_draft(r: _Request) -> tuple[int, int]:
             if chosen is None and fixed and not r.states[node] & STATUS_ZERO_Q:
                 chosen, left = _target_only_at(r, left, fixed, fixed[0])
         if chosen is None:
-            return node, r.emit(node, None if left.p is p else left)
+            return node, r.emit(node, None if left is None or left.p is p else left)
         node = chosen
 
 

@@ -9,20 +9,27 @@ from .nucleus import Nucleus, nucleus
 from .params import RaggedDrafts, SamplingTensors, ragged_from_padded
 from .sample import SampleOutput, sample
 from .status import Status
+from .trees import Retrieve, parents_from_retrieve, retrieve_from_parents
 from .verify_chain import VerifyOutput, verify_chain
+from .verify_tree import TreeOutput, verify_tree
 
 __all__ = [
     "BackendUnavailable",
     "Nucleus",
     "RaggedDrafts",
+    "Retrieve",
     "SampleOutput",
     "SamplingTensors",
     "Status",
+    "TreeOutput",
     "VerifyOutput",
     "filter_probs",
     "info",
     "nucleus",
+    "parents_from_retrieve",
     "ragged_from_padded",
+    "retrieve_from_parents",
     "sample",
     "verify_chain",
+    "verify_tree",
 ]

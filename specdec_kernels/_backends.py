@@ -72,8 +72,10 @@ DEFAULT = os.environ.get("SPECDEC_BACKEND") or "auto"
 """Read at import and judged at the first call that depends on it: a wrong value must not break the import."""
 
 
-def unavailable_reason(backend: str, device_type: str) -> str | None:
-    """None if `backend` can run tensors of that device, else why not."""
+def unavailable_reason(backend: str, device_type: str, op: str | None = None) -> str | None:
+    """None if `backend` can run tensors of that device (and has `op`), else why not."""
+    if op in _schemas.WITHOUT.get(backend, ()):
+        return f"there is no {backend} kernel of {op} yet"
     if backend == "eager":
         return None
     if backend == "triton":
@@ -106,7 +108,7 @@ def resolve(op: str, backend: str, device: torch.device) -> str:
     if backend not in NAMES:
         raise ValueError(f"{op}: backend must be one of {NAMES}, got {backend!r}")
     wanted = preferred(device.type) if backend == "auto" else backend
-    reason = unavailable_reason(wanted, device.type)
+    reason = unavailable_reason(wanted, device.type, op)
     if reason is None:
         return wanted
     if backend != "auto":
@@ -130,7 +132,8 @@ def _register_triton(name: str) -> None:
 
 
 for _name in _schemas.SCHEMAS:
-    _register_triton(_name)
+    if _name not in _schemas.WITHOUT["triton"]:
+        _register_triton(_name)
 
 
 def register_eager(name: str, function) -> None:
@@ -166,7 +169,15 @@ def info() -> dict:
             "eager (plain torch)": {"available": True, "reason": None},
         },
         "ops": {
-            op: [b for b in NAMES[1:] if b == "eager" or (NATIVE_MISSING if b == "native" else triton_reason) is None]
+            op: [
+                b
+                for b in NAMES[1:]
+                if b == "eager"
+                or (
+                    (NATIVE_MISSING if b == "native" else triton_reason) is None
+                    and op not in _schemas.WITHOUT.get(b, ())
+                )
+            ]
             for op in _schemas.SCHEMAS
         },
     }

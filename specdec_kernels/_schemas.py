@@ -10,6 +10,12 @@ import torch
 NAMESPACE = "specdec_kernels"
 
 _PARAMS = "Tensor temperature, Tensor top_p, Tensor top_k, Tensor min_p"
+_DRAFT = (
+    "Tensor? draft, bool draft_is_probs, Tensor? draft_rows, "
+    "Tensor? draft_cutoff, Tensor? draft_row_max, Tensor? draft_log_mass, "
+    "Tensor? draft_temperature, Tensor? draft_top_p, Tensor? draft_top_k, Tensor? draft_min_p, Tensor? draft_slots, "
+    "Tensor? target_to_draft"
+)
 
 SCHEMAS = {
     "nucleus": (
@@ -25,12 +31,16 @@ SCHEMAS = {
     "verify_chain": (
         "(Tensor target, bool target_is_probs, Tensor draft_tokens, Tensor cu_num_draft, "
         f"{_PARAMS}, Tensor seed, Tensor? slots, Tensor? position, "
-        "Tensor? draft, bool draft_is_probs, Tensor? draft_rows, "
-        "Tensor? draft_cutoff, Tensor? draft_row_max, Tensor? draft_log_mass, "
-        "Tensor? draft_temperature, Tensor? draft_top_p, Tensor? draft_top_k, Tensor? draft_min_p, Tensor? draft_slots, "
-        "Tensor? target_to_draft, int rule, bool emit_bonus, int filter_order, "
+        f"{_DRAFT}, int rule, bool emit_bonus, int filter_order, "
         "Tensor(a!) tokens, Tensor(b!) num_accepted, Tensor(c!) num_emitted, Tensor(d!) status, Tensor(e!)? logprobs, "
         "Tensor(f!)? cutoff, Tensor(g!)? row_max, Tensor(h!)? log_mass) -> ()"
+    ),
+    "verify_tree": (
+        "(Tensor target, bool target_is_probs, Tensor draft_tokens, Tensor parents, Tensor cu_num_draft, "
+        f"{_PARAMS}, Tensor seed, Tensor? slots, Tensor? position, "
+        f"{_DRAFT}, int rule, bool replacement, int filter_order, "
+        "Tensor(a!) tokens, Tensor(b!) num_accepted, Tensor(c!) path, Tensor(d!) num_emitted, Tensor(e!) status, "
+        "Tensor(f!)? logprobs, Tensor(g!)? cutoff, Tensor(h!)? row_max, Tensor(i!)? log_mass) -> ()"
     ),
     "filter_probs": (
         f"(Tensor logits, {_PARAMS}, Tensor? slots, Tensor? rows, int filter_order, "
@@ -40,6 +50,10 @@ SCHEMAS = {
 
 FILTER_ORDERS = ("hf", "vllm", "joint")
 RULES = ("token", "block", "coupled")
+TREE_RULES = ("target_only", "recursive", "traversal", "greedy_draft")
+
+WITHOUT = {"triton": ("verify_tree",)}
+"""Ops that a backend does not have yet."""
 
 SUFFIXES = {"native": "", "triton": "_triton", "eager": "_eager"}
 
@@ -51,6 +65,8 @@ def _no_outputs(*args, **kwargs) -> None:
 
 
 for _op, _schema in SCHEMAS.items():
-    for _suffix in SUFFIXES.values():
+    for _backend, _suffix in SUFFIXES.items():
+        if _op in WITHOUT.get(_backend, ()):
+            continue
         library.define(f"{_op}{_suffix}{_schema}", tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"{NAMESPACE}::{_op}{_suffix}", _no_outputs, lib=library)

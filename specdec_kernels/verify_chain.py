@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _backends, _checks, _schemas
+from . import _backends, _checks, _schemas, _verify_args
 from .nucleus import Nucleus, empty_nucleus
 from .params import SamplingTensors
 from .status import Status
@@ -121,34 +121,9 @@ def verify_chain(
     tensor([[ 1,  2, -1]], dtype=torch.int32)
     """
     op = "verify_chain"
-    if (target_logits is None) == (target_probs is None):
-        _checks.fail(
-            op,
-            "target_logits",
-            "given, or target_probs instead of it",
-            "both" if target_logits is not None else "neither",
-        )
-    target_is_probs = target_probs is not None
-    target = target_probs if target_is_probs else target_logits
-    if target_is_probs:
-        _checks.rows2d(op, "target_probs", target, (torch.float32,))
-    else:
-        _checks.rows2d(op, "target_logits", target)
+    target, target_is_probs = _verify_args.target_of(op, target_logits, target_probs)
     device, vocab = target.device, target.shape[1]
-
-    if not isinstance(cu_num_draft, Tensor) or cu_num_draft.dim() != 1 or cu_num_draft.shape[0] < 1:
-        _checks.fail(op, "cu_num_draft", "int32 [B + 1]", cu_num_draft)
-    B = cu_num_draft.shape[0] - 1
-    _checks.vector(op, "cu_num_draft", cu_num_draft, (torch.int32,), B + 1, "B + 1", device)
-    if isinstance(draft_tokens, Tensor) and draft_tokens.dim() == 2:
-        _checks.fail(op, "draft_tokens", "[D], request-major (ragged_from_padded makes it from [B, K])", draft_tokens)
-    _checks.vector(op, "draft_tokens", draft_tokens, _checks.INDEX_DTYPES, 0, "D", device, at_least=True)
-    if getattr(params, "num_requests", 0) == B + 1:  # counts, or a prefix sum without its 0
-        must = f"int32 [B + 1={B + 2}], a prefix sum that starts at 0, for the B={B + 1} requests of params"
-        _checks.fail(op, "cu_num_draft", must, cu_num_draft)
-    _checks.params(op, "params", params, B, device, B)
-    if position is not None:
-        _checks.vector(op, "position", position, (torch.int64,), B, "B", device)
+    B = _verify_args.batch_of(op, cu_num_draft, draft_tokens, params, position, device)
     if max_draft is None:
         if device.type != "cpu":
             _checks.fail(op, "max_draft", f"given for tensors on {device} (reading cu_num_draft would sync)", "None")
@@ -159,38 +134,10 @@ def verify_chain(
         _checks.fail(op, "max_draft", "an int >= 0", max_draft)
     K = max_draft
 
-    # Drafts that the companions of draft_tokens must cover. It is known on the host only; elsewhere the kernel takes a
-    # missing row as unusable.
-    known = device.type == "cpu" and B > 0 and type(cu_num_draft) is Tensor and not torch.compiler.is_compiling()
-    D = min(max(int(cu_num_draft[-1]), 0), draft_tokens.shape[0]) if known else 0
-    if draft_logits is not None and draft_probs is not None:
-        _checks.fail(op, "draft_probs", "None where draft_logits is given", draft_probs)
-    draft_is_probs = draft_probs is not None
-    draft = draft_probs if draft_is_probs else draft_logits
-    draft_name = "draft_probs" if draft_is_probs else "draft_logits"
-    if draft is not None:
-        draft = _draft_matrix(op, draft_name, draft, draft_rows, D, device, draft_is_probs)
-    if draft_rows is not None:
-        if draft is None:
-            _checks.fail(op, "draft_rows", "None where there are no draft_logits or draft_probs", draft_rows)
-        _checks.vector(op, "draft_rows", draft_rows, _checks.INDEX_DTYPES, D, "D", device, at_least=True)
-    if draft_logits is not None:
-        if draft_params is None:
-            _checks.fail(
-                op, "draft_params", "given with draft_logits (the parameters the drafts were sampled with)", "None"
-            )
-        _checks.params(op, "draft_params", draft_params, B, device, B)
-    elif draft_params is not None:
-        _checks.fail(op, "draft_params", "None where there are no draft_logits", "SamplingTensors")
-    if draft_nucleus is not None:
-        if not isinstance(draft_nucleus, tuple) or len(draft_nucleus) != 3:
-            _checks.fail(op, "draft_nucleus", "a Nucleus", draft_nucleus)
-        if draft_logits is None:
-            _checks.fail(op, "draft_nucleus", "None where there are no draft_logits", "a Nucleus")
-        for name, tensor in zip(Nucleus._fields, draft_nucleus, strict=True):
-            _checks.vector(op, f"draft_nucleus.{name}", tensor, (torch.float32,), D, "D", device, at_least=True)
-    if target_to_draft is not None:
-        _checks.vector(op, "target_to_draft", target_to_draft, _checks.INDEX_DTYPES, vocab, "V", device)
+    draft, draft_is_probs, draft_params = _verify_args.draft_of(
+        op, B, cu_num_draft, draft_tokens, draft_logits, draft_rows, draft_nucleus, draft_probs, draft_params,
+        target_to_draft, vocab, device,
+    )  # fmt: skip
     if rule == "block" and not emit_bonus:
         must = "True for rule 'block' (verifying the drafts of a step part by part is exact under 'token' and 'coupled' only)"
         _checks.fail(op, "emit_bonus", must, "False")
@@ -201,61 +148,25 @@ def verify_chain(
 
     out = _outputs(op, out, B, K, device, bool(logprobs), return_nucleus)
     if validate:
-        _validate(
-            op, target, target_is_probs, params, draft_params, draft_tokens, cu_num_draft, draft_name, draft, draft_rows,
+        _verify_args.validate(
+            op, target, target_is_probs, params, draft_params, draft_tokens, cu_num_draft, draft, draft_is_probs, draft_rows,
             target_to_draft, K,
         )  # fmt: skip
     if B == 0:
         return out
     run = _backends.op(op, _backends.resolve(op, backend, device))
-    q = draft_params
     run(
-        target,
-        target_is_probs,
-        draft_tokens,
-        cu_num_draft,
-        params.temperature,
-        params.top_p,
-        params.top_k,
-        params.min_p,
-        params.seed,
-        params.slots,
-        position,
-        draft,
-        draft_is_probs,
-        draft_rows,
-        *(draft_nucleus or (None, None, None)),
-        *((q.temperature, q.top_p, q.top_k, q.min_p, q.slots) if q is not None else (None,) * 5),
-        target_to_draft,
-        rule_index,
-        emit_bonus,
-        order,
-        out.tokens,
-        out.num_accepted,
-        out.num_emitted,
-        out.status,
-        out.logprobs,
+        target, target_is_probs, draft_tokens, cu_num_draft,
+        *_verify_args.op_arguments(
+            params, position, draft, draft_is_probs, draft_rows, draft_nucleus, draft_params, target_to_draft
+        ),
+        rule_index, emit_bonus, order, out.tokens, out.num_accepted, out.num_emitted, out.status, out.logprobs,
         *(out.nucleus or (None, None, None)),
-    )
+    )  # fmt: skip
     if validate and bool((out.status & ~Status.ZERO_Q).any()):
         b = int((out.status & ~Status.ZERO_Q).nonzero()[0])
         raise ValueError(f"{op}: request {b} must be free of faults, got status {Status(int(out.status[b]))!r}")
     return out
-
-
-def _draft_matrix(op, name, draft, draft_rows, D: int, device: torch.device, is_probs: bool) -> Tensor:
-    """Draft rows as [rows, Vd], in place."""
-    if not isinstance(draft, Tensor) or draft.dim() < 2 or (draft_rows is None and draft.dim() != 2):
-        _checks.fail(op, name, "[>= D, Vd], or [..., Vd] with draft_rows", draft)
-    if draft.dim() > 2:
-        try:
-            draft = draft.view(-1, draft.shape[-1])
-        except RuntimeError:
-            _checks.fail(op, name, "viewable as [rows, Vd] without a copy", f"strides {list(draft.stride())}")
-    _checks.rows2d(op, name, draft, (torch.float32,) if is_probs else _checks.LOGITS_DTYPES)
-    if draft.device != device or (draft_rows is None and draft.shape[0] < D):
-        _checks.fail(op, name, f"[>= D={D}, Vd] on {device}", draft)
-    return draft
 
 
 def _outputs(op, out, B: int, K: int, device: torch.device, logprobs: bool, return_nucleus: bool) -> VerifyOutput:
@@ -280,62 +191,3 @@ def _outputs(op, out, B: int, K: int, device: torch.device, logprobs: bool, retu
     for name, tensor in zip(Nucleus._fields, out.nucleus or (), strict=False):
         _checks.output(op, f"out.nucleus.{name}", tensor, torch.float32, (B, K + 1), device)
     return out
-
-
-def _validate(
-    op,
-    target,
-    target_is_probs,
-    params,
-    draft_params,
-    draft_tokens,
-    cu,
-    draft_name,
-    draft,
-    draft_rows,
-    target_to_draft,
-    K,
-) -> None:
-    """Reads the values that the kernels would clamp or flag."""
-    offsets = cu.tolist()
-    B = len(offsets) - 1
-    lengths = [offsets[b + 1] - offsets[b] for b in range(B)]
-    if offsets[0] != 0 or any(d < 0 for d in lengths):
-        _checks.fail(op, "cu_num_draft", "a non-decreasing prefix sum that starts at 0", str(offsets))
-    if any(d > K for d in lengths):
-        _checks.fail(op, "cu_num_draft", f"of at most max_draft={K} drafts a request", str(lengths))
-    D = offsets[-1]
-    if draft_tokens.shape[0] < D:
-        _checks.fail(op, "draft_tokens", f"[>= D={D}]", draft_tokens)
-    if target.shape[0] < D + B:
-        name = "target_probs" if target_is_probs else "target_logits"
-        _checks.fail(op, name, f"[>= D + B={D + B}, V]", target)
-    for which, p in (("params", params), ("draft_params", draft_params)):
-        if p is None:
-            continue
-        if not bool(((p.temperature >= 0) & p.temperature.isfinite()).all()):
-            _checks.fail(op, f"{which}.temperature", "finite and >= 0", str(p.temperature.tolist()))
-        if p.slots is not None and B and not 0 <= int(p.slots.min()) <= int(p.slots.max()) < p.temperature.shape[0]:
-            _checks.fail(op, f"{which}.slots", f"in [0, {p.temperature.shape[0]})", str(p.slots.tolist()))
-    drafts = draft_tokens[:D]
-    bad = (drafts < 0) | (drafts >= target.shape[1])
-    if bool(bad.any()):
-        first = int(bad.nonzero()[0])
-        _checks.fail(op, "draft_tokens", f"in [0, {target.shape[1]})", f"{int(drafts[first])} at {first}")
-    name = "target_probs" if target_is_probs else "target_logits"
-    used = target[: D + B]
-    if bool(torch.isnan(used).any()):
-        _checks.fail(op, name, "free of NaN", f"NaN in row {int(torch.isnan(used).any(1).nonzero()[0])}")
-    live = (used > 0).any(1) if target_is_probs else (used > -torch.inf).any(1)
-    if not bool(live.all()):
-        _checks.fail(op, name, "of rows with something to keep", f"none in row {int((~live).nonzero()[0])}")
-    if draft is not None:
-        index = draft_rows[:D].long() if draft_rows is not None else torch.arange(D, device=draft.device)
-        if D and (int(index.min()) < 0 or int(index.max()) >= draft.shape[0]):
-            _checks.fail(op, "draft_rows", f"in [0, {draft.shape[0]})", f"{int(index.min())}..{int(index.max())}")
-        if bool(torch.isnan(draft[index]).any()):
-            _checks.fail(op, draft_name, "free of NaN", "NaN")
-    if target_to_draft is not None and draft is not None:
-        low, high = int(target_to_draft.min()), int(target_to_draft.max())
-        if low < -1 or high >= draft.shape[1]:
-            _checks.fail(op, "target_to_draft", f"in [-1, Vd={draft.shape[1]})", f"{low}..{high}")

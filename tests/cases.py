@@ -206,7 +206,7 @@ def close(got: Tensor, want: Tensor) -> Tensor:
 
 def compare(out, ref, tally: Tally) -> None:
     """A backend's `VerifyOutput` or `SampleOutput` with the oracle's result, request by request."""
-    names = [n for n in ("tokens", "num_accepted", "num_emitted", "status") if hasattr(ref, n)]
+    names = [n for n in ("tokens", "num_accepted", "path", "num_emitted", "status") if hasattr(ref, n)]
     for b in range(ref.tokens.shape[0]):
         problems = [n for n in names if not torch.equal(getattr(out, n)[b], getattr(ref, n)[b])]
         if out.nucleus is not None:

@@ -11,8 +11,8 @@ SPECDEC_HD bool accepts(float coin, float p, float q) {
   return p >= q || coin * q < p;
 }
 
-// Running weight of the block rule behind a draft: min(1, weight * p / q), without overflow; q > 0. As a product it keeps
-// float32's relative precision, which a sum of logarithms of this size would not.
+// Running weight of the block rule behind a draft: min(1, weight * p / q), without overflow; q > 0. As a product it
+// keeps float32's relative precision, which a sum of logarithms of this size would not.
 SPECDEC_HD float block_weight(float weight, float p, float q) {
   const float r = weight * p;
   return r >= q ? 1.0f : r / q;

@@ -73,12 +73,13 @@ struct RowOpArgs {  // nucleus, filter_probs, sample
 
 enum Rule : int32_t { kRuleToken = 0, kRuleBlock = 1, kRuleCoupled = 2 };
 
-struct VerifyChainArgs {
+// What verify_chain and verify_tree take alike.
+struct VerifyArgs {
   RowsView target;
   bool target_is_probs = false;
   IndexView draft_tokens;
   const int32_t* cu_num_draft = nullptr;
-  int64_t batch = 0, max_draft = 0;
+  int64_t batch = 0;
   ParamsView params;
   const int64_t* position = nullptr;
   RowsView draft;
@@ -88,13 +89,26 @@ struct VerifyChainArgs {
   ParamsView draft_params;
   IndexView target_to_draft;
   int32_t rule = 0, filter_order = 0;
-  bool emit_bonus = true;
   int32_t* tokens = nullptr;  // [B, K + 1]
   int32_t* num_accepted = nullptr;
   int32_t* num_emitted = nullptr;
   int32_t* status = nullptr;
   float* logprobs = nullptr;
   NucleusView nucleus;  // [B, K + 1]
+};
+
+struct VerifyChainArgs : VerifyArgs {
+  int64_t max_draft = 0;  // K
+  bool emit_bonus = true;
+};
+
+enum TreeRule : int32_t { kTargetOnly = 0, kRecursive = 1, kTraversal = 2, kGreedyDraft = 3 };
+
+struct VerifyTreeArgs : VerifyArgs {
+  IndexView parents;
+  int64_t max_depth = 0;  // K
+  bool replacement = false;
+  int32_t* path = nullptr;  // [B, K]
 };
 
 struct RowDecision;
@@ -110,6 +124,7 @@ struct Kernels {
   void (*look_at_target)(const VerifyChainArgs&, int64_t b, int64_t i, RowDecision& decision);
   void (*look_at_draft)(const VerifyChainArgs&, int64_t b, int64_t i, RowDecision& decision);
   bool (*decide_row)(const VerifyChainArgs&, int64_t b, int64_t i, RowDecision& decision);
+  void (*verify_tree)(const VerifyTreeArgs&, int64_t b);
   void (*verify_finish)(const VerifyChainArgs&, int64_t b, RowDecision* decisions);
 };
 

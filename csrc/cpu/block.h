@@ -1,4 +1,4 @@
-// What the block rule sums over a row: the mass of max(0, weight * p - q).
+// Sums over a row: the mass of max(0, weight * p - q), and what some tokens leave of a distribution.
 #pragma once
 
 #include "cpu/race.h"
@@ -28,6 +28,29 @@ inline float excess_mass(const Dist& p, const Dist& q, float weight, int64_t voc
     }
     return static_cast<float>(mass);
   });
+}
+
+// The mass of `d` without the `excluded` tokens, in the same order of summation.
+inline float mass_without(const Dist& d, int64_t vocab, Excluded excluded) {
+  double mass = 0.0;
+  int64_t at = 0;
+  for (int64_t tile = 0; tile < vocab; tile += kTile) {
+    const int64_t end = vocab - tile < kTile ? vocab : tile + kTile;
+    LanesF sum(0.0f);
+    for (int64_t base = tile; base < end; base += kLanes) {
+      LanesF p = d.probs(base, end - base);
+      if (at < excluded.count && excluded.tokens[at] < base + kLanes) {
+        float x[kLanes];
+        store(x, p);
+        for (; at < excluded.count && excluded.tokens[at] < base + kLanes; ++at)
+          if (excluded.tokens[at] >= base) x[excluded.tokens[at] - base] = 0.0f;
+        p = load(x);
+      }
+      sum = sum + p;
+    }
+    mass += horizontal_sum(sum);
+  }
+  return static_cast<float>(mass);
 }
 
 }  // namespace specdec::SPECDEC_ISA

@@ -15,7 +15,7 @@ struct RowDecision {
   // Block rule: whether the row's draft has probabilities, and which.
   bool tested = false;
   float p_x = 0.0f, q_x = 0.0f;
-  int64_t token = -1;          // what a rejected row emits, where deciding has already found it
+  int64_t token = -1;  // what a rejected row emits, where deciding has already found it
 };
 
 struct Chain {

@@ -216,8 +216,8 @@ struct DistWeights {
   }
 };
 
-// Log of max(0, weight * p - q), weight <= 1. No token can score above what p alone would give it, so q is read only where p is still in the
-// race.
+// Log of max(0, weight * p - q), weight <= 1. No token can score above what p alone would give it, so q is read only
+// where p is still in the race.
 template <class T>
 struct ResidualWeights {
   const Dist& p;
@@ -251,16 +251,47 @@ struct ResidualWeights {
   }
 };
 
-// Races the tokens of p, or of max(0, weight * p - q) where q is given and leaves anything.
-inline Winner race_dist(const Dist& p, const Dist* q, float weight, int64_t vocab, const NoiseKey& key) {
+// Tokens that do not race, in ascending order.
+struct Excluded {
+  const int32_t* tokens = nullptr;
+  int64_t count = 0;
+};
+
+template <class Weights>
+struct WeightsWithout {
+  const Weights& weights;
+  Excluded excluded;
+  mutable int64_t at = 0;
+
+  SPECDEC_HD uint64_t operator()(int64_t base, int64_t n, float floor, float out[kGroup]) const {
+    uint64_t racing = weights(base, n, floor, out);
+    for (; at < excluded.count && excluded.tokens[at] < base + n; ++at) {
+      const int64_t i = excluded.tokens[at] - base;
+      if (i < 0 || !racing) continue;
+      racing &= ~(uint64_t{1} << i);
+      out[i] = -kInf;
+    }
+    return racing;
+  }
+};
+
+// Races the tokens of p, or of max(0, weight * p - q) where q is given and leaves anything. Where all that is left is
+// excluded, nothing is.
+inline Winner race_dist(const Dist& p, const Dist* q, float weight, int64_t vocab, const NoiseKey& key,
+                        Excluded excluded = {}) {
   return with_row(*p.source.view, p.source.row, [&](const auto* row) {
     const auto* z = p.kind == Kind::kLogits && !p.source.map ? row : nullptr;
     using T = std::remove_const_t<std::remove_pointer_t<decltype(row)>>;
+    const DistWeights<T> all{p, z};
+    Winner left;
     if (q) {
-      const Winner left = race(vocab, key, ResidualWeights<T>{p, *q, z, weight});
-      if (left.score > -kInf) return left;
+      const ResidualWeights<T> rest{p, *q, z, weight};
+      left = excluded.count ? race(vocab, key, WeightsWithout<ResidualWeights<T>>{rest, excluded})
+                            : race(vocab, key, rest);
+    } else if (excluded.count) {
+      left = race(vocab, key, WeightsWithout<DistWeights<T>>{all, excluded});
     }
-    return race(vocab, key, DistWeights<T>{p, z});
+    return left.score > -kInf ? left : race(vocab, key, all);
   });
 }
 

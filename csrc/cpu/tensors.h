@@ -112,4 +112,44 @@ inline NucleusView nucleus_view(const char* op, const MaybeTensor& cutoff, const
           floats(op, "log_mass", log_mass, at_least), cutoff->numel()};
 }
 
+// What verify_chain and verify_tree take alike.
+inline void fill_verify_args(const char* op, VerifyArgs& a, const Tensor& target, bool target_is_probs,
+                             const Tensor& draft_tokens, const Tensor& cu_num_draft, const Tensor& temperature,
+                             const Tensor& top_p, const Tensor& top_k, const Tensor& min_p, const Tensor& seed,
+                             const MaybeTensor& slots, const MaybeTensor& position, const MaybeTensor& draft,
+                             bool draft_is_probs, const MaybeTensor& draft_rows, const MaybeTensor& draft_cutoff,
+                             const MaybeTensor& draft_row_max, const MaybeTensor& draft_log_mass,
+                             const MaybeTensor& draft_temperature, const MaybeTensor& draft_top_p,
+                             const MaybeTensor& draft_top_k, const MaybeTensor& draft_min_p,
+                             const MaybeTensor& draft_slots, const MaybeTensor& target_to_draft, int64_t filter_order,
+                             const Tensor& tokens, const Tensor& num_accepted, const Tensor& num_emitted,
+                             const Tensor& status, const MaybeTensor& logprobs, const MaybeTensor& cutoff,
+                             const MaybeTensor& row_max, const MaybeTensor& log_mass) {
+  require(tokens.dim() == 2 && tokens.size(1) >= 1, op, "tokens", "[B, K + 1]");
+  a.batch = tokens.size(0);
+  const int64_t outputs = tokens.numel();
+  a.target = rows_view(op, target_is_probs ? "target_probs" : "target_logits", target);
+  a.target_is_probs = target_is_probs;
+  a.draft_tokens = index_view(op, "draft_tokens", draft_tokens, 0);
+  a.cu_num_draft = ints(op, "cu_num_draft", cu_num_draft, a.batch + 1);
+  a.params = params_view(op, temperature, top_p, top_k, min_p, slots, a.batch);
+  a.params.seed = vector_data<int64_t>(op, "seed", seed, ScalarType::Long, a.params.size);
+  a.position = vector_data<int64_t>(op, "position", position, ScalarType::Long, a.batch);
+  a.draft = rows_view(op, draft_is_probs ? "draft_probs" : "draft_logits", draft);
+  a.draft_is_probs = draft_is_probs;
+  a.draft_rows = index_view(op, "draft_rows", draft_rows, 0);
+  a.draft_nucleus =
+      nucleus_view(op, draft_cutoff, draft_row_max, draft_log_mass, draft_cutoff ? draft_cutoff->numel() : 0);
+  a.draft_params = params_view(op, draft_temperature, draft_top_p, draft_top_k, draft_min_p, draft_slots, a.batch);
+  require(!a.draft || a.draft_is_probs || a.draft_params, op, "draft_params", "given with draft_logits");
+  a.target_to_draft = index_view(op, "target_to_draft", target_to_draft, a.target.width);
+  a.filter_order = static_cast<int32_t>(filter_order);
+  a.tokens = ints(op, "tokens", tokens, outputs);
+  a.num_accepted = ints(op, "num_accepted", num_accepted, a.batch);
+  a.num_emitted = ints(op, "num_emitted", num_emitted, a.batch);
+  a.status = ints(op, "status", status, a.batch);
+  a.logprobs = floats(op, "logprobs", logprobs, outputs);
+  a.nucleus = nucleus_view(op, cutoff, row_max, log_mass, outputs);
+}
+
 }  // namespace specdec

@@ -49,36 +49,15 @@ void verify_chain(Tensor target, bool target_is_probs, Tensor draft_tokens, Tens
                   MaybeTensor target_to_draft, int64_t rule, bool emit_bonus, int64_t filter_order, Tensor tokens,
                   Tensor num_accepted, Tensor num_emitted, Tensor status, MaybeTensor logprobs, MaybeTensor cutoff,
                   MaybeTensor row_max, MaybeTensor log_mass) {
-  constexpr const char* op = "verify_chain";
   VerifyChainArgs a;
-  require(tokens.dim() == 2 && tokens.size(1) >= 1, op, "tokens", "[B, K + 1]");
-  a.batch = tokens.size(0);
+  fill_verify_args("verify_chain", a, target, target_is_probs, draft_tokens, cu_num_draft, temperature, top_p, top_k,
+                   min_p, seed, slots, position, draft, draft_is_probs, draft_rows, draft_cutoff, draft_row_max,
+                   draft_log_mass, draft_temperature, draft_top_p, draft_top_k, draft_min_p, draft_slots,
+                   target_to_draft, filter_order, tokens, num_accepted, num_emitted, status, logprobs, cutoff, row_max,
+                   log_mass);
   a.max_draft = tokens.size(1) - 1;
-  const int64_t outputs = a.batch * (a.max_draft + 1);
-  a.target = rows_view(op, target_is_probs ? "target_probs" : "target_logits", target);
-  a.target_is_probs = target_is_probs;
-  a.draft_tokens = index_view(op, "draft_tokens", draft_tokens, 0);
-  a.cu_num_draft = ints(op, "cu_num_draft", cu_num_draft, a.batch + 1);
-  a.params = params_view(op, temperature, top_p, top_k, min_p, slots, a.batch);
-  a.params.seed = vector_data<int64_t>(op, "seed", seed, ScalarType::Long, a.params.size);
-  a.position = vector_data<int64_t>(op, "position", position, ScalarType::Long, a.batch);
-  a.draft = rows_view(op, draft_is_probs ? "draft_probs" : "draft_logits", draft);
-  a.draft_is_probs = draft_is_probs;
-  a.draft_rows = index_view(op, "draft_rows", draft_rows, 0);
-  a.draft_nucleus =
-      nucleus_view(op, draft_cutoff, draft_row_max, draft_log_mass, draft_cutoff ? draft_cutoff->numel() : 0);
-  a.draft_params = params_view(op, draft_temperature, draft_top_p, draft_top_k, draft_min_p, draft_slots, a.batch);
-  require(!a.draft || a.draft_is_probs || a.draft_params, op, "draft_params", "given with draft_logits");
-  a.target_to_draft = index_view(op, "target_to_draft", target_to_draft, a.target.width);
   a.rule = static_cast<int32_t>(rule);
-  a.filter_order = static_cast<int32_t>(filter_order);
   a.emit_bonus = emit_bonus;
-  a.tokens = ints(op, "tokens", tokens, outputs);
-  a.num_accepted = ints(op, "num_accepted", num_accepted, a.batch);
-  a.num_emitted = ints(op, "num_emitted", num_emitted, a.batch);
-  a.status = ints(op, "status", status, a.batch);
-  a.logprobs = floats(op, "logprobs", logprobs, outputs);
-  a.nucleus = nucleus_view(op, cutoff, row_max, log_mass, outputs);
   if (a.batch < 2 * static_cast<int64_t>(torch::stable::get_num_threads()) && a.max_draft > 0) {
     verify_by_rows(a);
   } else {

@@ -5,49 +5,11 @@
 // gather where q's nucleus was saved); the row that emits is read once more, from the cache when one thread decides.
 #pragma once
 
-#include "core/accept.h"
-#include "cpu/chain.h"
-#include "cpu/nucleus_kernel.h"
 #include "cpu/block.h"
-#include "cpu/race.h"
+#include "cpu/chain.h"
+#include "cpu/verify.h"
 
 namespace specdec::SPECDEC_ISA {
-
-inline Nucleus unpack(const float n[3]) { return {n[0], n[1], n[2]}; }
-inline void pack(float out[3], const Nucleus& n) { out[0] = n.cutoff, out[1] = n.row_max, out[2] = n.log_mass; }
-
-inline Dist target_dist(const VerifyChainArgs& a, int64_t row, const Filter& filter, const Nucleus& nucleus) {
-  Dist p;
-  p.kind = a.target_is_probs ? Kind::kProbs : Kind::kLogits;
-  p.source = {&a.target, row, {}};
-  p.filter = filter;
-  p.nucleus = nucleus;
-  return p;
-}
-
-// Row of the draft matrix behind draft j, or -1.
-inline int64_t draft_row(const VerifyChainArgs& a, int64_t j) {
-  const int64_t row = !a.draft_rows ? j : (j < a.draft_rows.size ? a.draft_rows[j] : -1);
-  return row >= 0 && row < a.draft.rows ? row : -1;
-}
-
-inline Dist draft_dist(const VerifyChainArgs& a, int64_t b, int64_t j, const Nucleus& nucleus) {
-  Dist q;
-  q.token = a.draft_tokens[j];
-  if (!a.draft) {
-    q.kind = Kind::kOneHot;
-    return q;
-  }
-  q.source = {&a.draft, draft_row(a, j), a.target_to_draft};
-  if (a.draft_is_probs) {
-    q.kind = Kind::kProbs;
-    return q;
-  }
-  q.filter = filter_of(a.draft_params, b);
-  q.nucleus = nucleus;
-  if (q.filter.greedy) q.kind = Kind::kOneHot;
-  return q;
-}
 
 // Nucleus of draft i's row, computed or as saved, and whether the row can be used at all.
 inline void look_at_draft(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecision& d) {
@@ -61,16 +23,7 @@ inline void look_at_draft(const VerifyChainArgs& a, int64_t b, int64_t i, RowDec
   const Filter filter = filter_of(a.draft_params, b);
   if (filter.greedy) return;
   Nucleus n = empty_nucleus();
-  if (a.draft_nucleus) {
-    d.q_usable = j < a.draft_nucleus.size;
-    if (!d.q_usable) return;
-    n = {a.draft_nucleus.cutoff[j], a.draft_nucleus.row_max[j], a.draft_nucleus.log_mass[j]};
-    d.q_usable = n.cutoff == n.cutoff && n.row_max > -kInf && n.log_mass - n.log_mass == 0.0f;
-  } else {
-    int32_t status = 0;
-    n = row_nucleus(a.draft, row, filter, a.filter_order, status);
-    d.q_usable = status == 0;
-  }
+  d.q_usable = draft_nucleus(a, j, row, filter, n);
   pack(d.q, n);
 }
 
@@ -78,16 +31,6 @@ inline void look_at_target(const VerifyChainArgs& a, int64_t b, int64_t i, RowDe
   d.p_known = true;
   if (a.target_is_probs) return;
   pack(d.p, row_nucleus(a.target, chain_of(a, b).start + b + i, filter_of(a.params, b), a.filter_order, d.status));
-}
-
-inline NoiseKey sample_key(const VerifyChainArgs& a, int64_t b, int64_t i) {
-  const int64_t anchor = a.position ? a.position[b] : 0;
-  return make_key(a.params.seed[a.params.slot(b)], static_cast<int64_t>(static_cast<uint64_t>(anchor) + i),
-                  kStreamSample, 0);
-}
-
-inline float coin_of(const VerifyChainArgs& a, int64_t b, int64_t i) {
-  return accept_coin(a.params.seed[a.params.slot(b)], a.position ? a.position[b] : 0, i);
 }
 
 // One-hot drafts have the same law under the token rule, which reads less.
@@ -102,12 +45,7 @@ inline int64_t row_token(const VerifyChainArgs& a, int64_t b, const Chain& chain
                          const RowDecision& d, bool& found, int32_t& status) {
   const int64_t row = chain.start + b + i, vocab = a.target.width;
   const Dist p = target_dist(a, row, filter, unpack(d.p));
-  if (a.target_is_probs) {
-    const auto* z = static_cast<const float*>(a.target.data) + row * a.target.stride;
-    const RowStats stats = scan_row(z, vocab, 0.0f, /*with_mass=*/false, /*top_p=*/1.0f, thread_scratch(vocab));
-    if (stats.nan_seen) status |= kNanSeen;
-    if (!(stats.row_max > 0.0f)) status |= kEmptyRow;
-  }
+  if (a.target_is_probs) status |= drawn_status(a, row);
   if ((d.status | status) & kEmptyRow) {
     found = false;
     return 0;
@@ -174,8 +112,8 @@ inline bool decide_row(const VerifyChainArgs& a, int64_t b, int64_t i, RowDecisi
   return d.accepted;
 }
 
-// Block rule: how many drafts stand, from the probabilities of those that were looked at. The largest number wins, so the
-// rows are tried from the back, and only those are summed whose coin may still say yes (h <= weight).
+// Block rule: how many drafts stand, from the probabilities of those that were looked at. The largest number wins, so
+// the rows are tried from the back, and only those are summed whose coin may still say yes (h <= weight).
 inline int64_t decide_block(const VerifyChainArgs& a, int64_t b, RowDecision* decisions) {
   const Chain chain = chain_of(a, b);
   int64_t n = 0;  // drafts whose weight is positive
