@@ -13,11 +13,12 @@ from .params import SamplingTensors
 
 STREAM_DRAFT = 0
 STREAM_SAMPLE = 2
+MAX_SAMPLES = 128
 
 
 class SampleOutput(NamedTuple):
-    """`tokens` int32 [N], always in [0, V) · `status` int32 [N], bits as in `verify_chain` · `logprobs` float32 [N], log p
-    of the token under the filtered distribution (-inf for an empty row), or None · `nucleus` [N] or None."""
+    """`tokens` int32 [N], always in [0, V); [N, num_samples] if more than one was asked for, -1 where no token is left · `status` int32 [N], bits as in `verify_chain` · `logprobs` float32 [N], log p
+    of the token under the filtered distribution (-inf where there is none), shaped as `tokens`, or None · `nucleus` [N] or None."""
 
     tokens: Tensor
     status: Tensor
@@ -33,6 +34,7 @@ def sample(
     rows: Tensor | None = None,
     stream: int = STREAM_SAMPLE,
     ids: Tensor | None = None,
+    num_samples: int = 1,
     target_to_draft: Tensor | None = None,
     filter_order: str = "hf",
     return_nucleus: bool = False,
@@ -58,6 +60,8 @@ def sample(
         rows: int32/int64 [N], the request of each row (out-of-range entries are clamped).
         stream: 0 or 2 (1 is the accept coins').
         ids: int32/int64 [N], 0 <= id < 2^24; None is 0.
+        num_samples: how many tokens of each row, 1 to 128, without replacement: the first of the race, each drawn from what its
+            elders left of p (Gumbel top-k). A greedy row gives its largest logits in order. For the children of a tree node.
         target_to_draft: int32/int64 [Vt] for rows over a reduced draft vocabulary: entry v is the row's column of target
             id v, or -1. Noise is keyed by target ids and target ids are returned.
         filter_order: as in `nucleus`.
@@ -93,22 +97,25 @@ def sample(
         _checks.fail(op, "stream", "0 (draft proposals) or 2 (plain sampling)", stream)
     if logprobs not in (0, 1):
         _checks.fail(op, "logprobs", "0 or 1", logprobs)
+    if not isinstance(num_samples, int) or not 1 <= num_samples <= MAX_SAMPLES:
+        _checks.fail(op, "num_samples", f"an int from 1 to {MAX_SAMPLES}", num_samples)
+    shape = (N,) if num_samples == 1 else (N, num_samples)
     if out is None:
         out = SampleOutput(
+            torch.empty(shape, dtype=torch.int32, device=device),
             torch.empty(N, dtype=torch.int32, device=device),
-            torch.empty(N, dtype=torch.int32, device=device),
-            torch.empty(N, dtype=torch.float32, device=device) if logprobs else None,
+            torch.empty(shape, dtype=torch.float32, device=device) if logprobs else None,
             empty_nucleus((N,), device) if return_nucleus else None,
         )
     else:
         if not isinstance(out, SampleOutput):
             _checks.fail(op, "out", "a SampleOutput", out)
-        _checks.output(op, "out.tokens", out.tokens, torch.int32, (N,), device)
+        _checks.output(op, "out.tokens", out.tokens, torch.int32, shape, device)
         _checks.output(op, "out.status", out.status, torch.int32, (N,), device)
         if (out.logprobs is not None) != bool(logprobs) or (out.nucleus is not None) != return_nucleus:
             _checks.fail(op, "out", "a SampleOutput made with the same logprobs and return_nucleus", "other fields")
         if out.logprobs is not None:
-            _checks.output(op, "out.logprobs", out.logprobs, torch.float32, (N,), device)
+            _checks.output(op, "out.logprobs", out.logprobs, torch.float32, shape, device)
         for name, tensor in zip(Nucleus._fields, out.nucleus or (), strict=False):
             _checks.output(op, f"out.nucleus.{name}", tensor, torch.float32, (N,), device)
     if N:

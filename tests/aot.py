@@ -133,6 +133,9 @@ def _calls() -> dict:
         "sample bfloat16": call(
             sk.sample, torch.zeros(B, V, dtype=bf16), params, position, logprobs=1, backend="triton"
         ),
+        "sample bfloat16 several": call(
+            sk.sample, torch.zeros(B, V, dtype=bf16), params, position, logprobs=1, num_samples=8, backend="triton"
+        ),
         "filter_probs float32": call(sk.filter_probs, torch.zeros(B, V), params, backend="triton"),
         "verify_chain bfloat16": call(chain, bf16, logprobs=1, return_nucleus=True),
         "verify_chain float32": call(chain, f32),

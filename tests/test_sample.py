@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scipy.stats import chisquare
 
 import python_ref
 import specdec_kernels as sk
@@ -114,3 +115,64 @@ def test_no_rows(backend):
         torch.zeros(0, 7), sk.SamplingTensors.create(batch_size=0), logprobs=1, return_nucleus=True, backend=backend
     )
     assert out.tokens.shape == (0,)
+
+
+@pytest.mark.parametrize("num_samples", [2, 5, 128])
+def test_without_replacement(num_samples, backend):
+    """The first of the race in order, the oracle's; -1 where the row has no more; greedy rows their largest logits."""
+    tally = Tally()
+    for i, kind in enumerate(KINDS):
+        if backend == "triton" and num_samples == 128 and i % 3:  # 128 looks at each row take the interpreter its time
+            continue
+        vocab, n = (17, 300, 1000)[i % 3], len(FILTERS)
+        position = torch.arange(n) * 5
+        out = both(
+            make_rows(kind, n, vocab, DTYPES[i % 3]), make_params(seed=i), backend, tally, num_samples=num_samples,
+            position=position, stream=0, ids=torch.arange(n), filter_order=ORDERS[i % 3],
+        )  # fmt: skip
+        assert out.tokens.shape == (n, num_samples)
+        for row in out.tokens.tolist():
+            drawn = [t for t in row if t >= 0]
+            assert len(set(drawn)) == len(drawn) and row[len(drawn) :] == [-1] * (num_samples - len(drawn))
+    tally.assert_few(undecided=0.3 if num_samples == 128 else 0.06)
+
+
+def test_without_replacement_first_is_the_plain_draw(backend):
+    """One sample and the first of several are the same race; through a map to target ids as well."""
+    rows, params = make_rows("normal", len(FILTERS), 200), make_params(seed=4)
+    mapping = torch.randperm(200, generator=generator("several"))
+    for extra in ({}, {"target_to_draft": mapping}):
+        one = sk.sample(rows, params, logprobs=1, backend=backend, **extra)
+        several = sk.sample(rows, params, logprobs=1, num_samples=3, backend=backend, **extra)
+        assert_same_bits(several.tokens[:, 0].contiguous(), one.tokens)
+        assert_same_bits(several.logprobs[:, 0].contiguous(), one.logprobs)
+        tally = Tally()
+        both(rows, params, backend, tally, num_samples=4, **extra)
+        tally.assert_few()
+
+
+def test_without_replacement_of_a_large_vocabulary(compiled):
+    tally = Tally()
+    for kind in ("lm", "flat"):
+        both(make_rows(kind, 3, 32001), make_params([FILTERS[i] for i in (0, 1, 2)]), compiled, tally, num_samples=4)
+    tally.assert_few(undecided=0.5, differ=0.2)
+
+
+def test_without_replacement_has_its_law(native):
+    """Ordered pairs by chi-square: p(x) p(y) / (1 - p(x))."""
+    n, vocab = 30_000, 5
+    row = make_rows("normal", 1, vocab, seed=3) / 3
+    params = sk.SamplingTensors.create(1.0, seed=torch.arange(n))
+    pairs = sk.sample(row.expand(n, vocab), params, num_samples=2, backend=native).tokens.long()
+    p = python_ref.filter_probs(row, sk.SamplingTensors.create(1.0, batch_size=1))[0]
+    law = p[:, None] * p[None] / (1 - p[:, None]) * (1 - torch.eye(vocab))
+    counts = torch.bincount(pairs[:, 0] * vocab + pairs[:, 1], minlength=vocab**2).view(vocab, vocab)
+    assert (counts.diagonal() == 0).all()
+    off = ~torch.eye(vocab, dtype=torch.bool)
+    assert chisquare(counts[off].numpy(), (law[off] * n).numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("num_samples", [0, 129, 2.0])
+def test_num_samples_out_of_range(num_samples):
+    with pytest.raises(ValueError, match="num_samples must be an int from 1 to 128, got"):
+        sk.sample(make_rows("normal", 1, 9), make_params(FILTERS[:1]), num_samples=num_samples)

@@ -55,6 +55,8 @@ struct NucleusView {
   explicit operator bool() const { return cutoff != nullptr; }
 };
 
+constexpr int64_t kMaxSamples = 128;
+
 struct RowOpArgs {  // nucleus, filter_probs, sample
   RowsView logits;
   ParamsView params;
@@ -67,7 +69,8 @@ struct RowOpArgs {  // nucleus, filter_probs, sample
   const int64_t* position = nullptr;
   IndexView ids, target_to_draft;
   uint32_t stream = 0;
-  int32_t* tokens = nullptr;
+  int64_t num_samples = 1;
+  int32_t* tokens = nullptr;  // [N, num_samples], as logprobs
   float* logprobs = nullptr;
 };
 

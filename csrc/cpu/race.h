@@ -6,6 +6,7 @@
 
 #include "core/nucleus.h"
 #include "core/philox.h"
+#include "cpu/args.h"
 #include "cpu/dist.h"
 #include "cpu/lanes.h"
 
@@ -107,8 +108,35 @@ struct Winner {
   float score = -kInf;  // -inf: nothing has raced
   int64_t token = 0;
 
-  SPECDEC_HD void meet(float s, int64_t t) {  // the larger score, on a tie the lower id
+  SPECDEC_HD float bound() const { return score; }  // what a token has to beat
+  SPECDEC_HD void meet(float s, int64_t t) {        // the larger score, on a tie the lower id
     if (s > score || (s == score && s > -kInf && t < token)) score = s, token = t;
+  }
+  // The scores of 64 tokens from `base` on, and their maximum.
+  SPECDEC_HD void meet_group(const float scores[kGroup], float most, int64_t base) {
+    for (int i = 0; i < kGroup; ++i)
+      if (scores[i] == most) return meet(most, base + i);
+  }
+};
+
+// The first `wanted` of a race, in order.
+struct Winners {
+  float score[kMaxSamples];
+  int64_t token[kMaxSamples];
+  int count = 0, wanted = 0;
+
+  SPECDEC_HD float bound() const { return count < wanted ? -kInf : score[count - 1]; }
+  SPECDEC_HD void meet(float s, int64_t t) {
+    if (!(s > -kInf)) return;
+    const auto before = [&](int i) { return score[i] > s || (score[i] == s && token[i] < t); };
+    if (count == wanted && before(count - 1)) return;
+    int i = count < wanted ? count++ : count - 1;
+    for (; i > 0 && !before(i - 1); --i) score[i] = score[i - 1], token[i] = token[i - 1];
+    score[i] = s, token[i] = t;
+  }
+  SPECDEC_HD void meet_group(const float scores[kGroup], float, int64_t base) {
+    for (int i = 0; i < kGroup; ++i)
+      if (scores[i] >= bound()) meet(scores[i], base + i);
   }
 };
 
@@ -127,13 +155,14 @@ struct Pending {
   float weight[kLanes];
   int count = 0;
 
-  SPECDEC_HD void flush(const NoiseKey& key, Winner& best) {
+  template <class Best>
+  SPECDEC_HD void flush(const NoiseKey& key, Best& best) {
     if (!count) return;
     for (int i = count; i < kLanes; ++i) weight[i] = -kInf;
     const LanesF w = load(weight), u = scattered_uniforms(key, token);
     const float most = horizontal_max(w), least = 0.0f - horizontal_max(LanesF(0.0f) - u);
     count = 0;
-    if (least > winning_uniform(most, best.score)) return;
+    if (least > winning_uniform(most, best.bound())) return;
     float score[kLanes];
     store(score, w - log_pos(exponential(u)));
     for (int i = 0; i < kLanes; ++i) best.meet(score[i], token[i]);
@@ -145,14 +174,13 @@ constexpr int kDense = 12;  // racing tokens of a group from which its blocks ar
 // `weights(base, n, floor, out)` fills out[0..64) with the log-weights of tokens base..base + n - 1 (-inf where a token
 // does not race, and past n), and returns a bit for each that is above `floor`; where it returns 0, `out` may be left
 // as it was.
-template <class Weights>
-SPECDEC_HD Winner race(int64_t vocab, const NoiseKey& key, const Weights& weights) {
-  Winner best;
+template <class Weights, class Best = Winner>
+SPECDEC_HD Best race(int64_t vocab, const NoiseKey& key, const Weights& weights, Best best = {}) {
   Pending pending;
   float lw[kGroup], u[kGroup];
   for (int64_t base = 0; base < vocab; base += kGroup) {
     const int64_t n = vocab - base < kGroup ? vocab - base : kGroup;
-    uint64_t racing = weights(base, n, best.score - kMaxNoise, lw);
+    uint64_t racing = weights(base, n, best.bound() - kMaxNoise, lw);
     if (!racing) continue;
     if (__builtin_popcountll(racing) < kDense) {
       for (; racing; racing &= racing - 1) {
@@ -164,7 +192,7 @@ SPECDEC_HD Winner race(int64_t vocab, const NoiseKey& key, const Weights& weight
       continue;
     }
     const GroupUniforms noise = group_uniforms(key, base);
-    if (smallest(noise) > winning_uniform(group_max(lw), best.score)) continue;
+    if (smallest(noise) > winning_uniform(group_max(lw), best.bound())) continue;
     in_token_order(noise, u);
     LanesF top(-kInf);
     for (int part = 0; part < kGroupParts; ++part) {
@@ -173,12 +201,7 @@ SPECDEC_HD Winner race(int64_t vocab, const NoiseKey& key, const Weights& weight
       top = larger(score, top);
     }
     const float m = horizontal_max(top);
-    if (m < best.score) continue;
-    for (int i = 0; i < kGroup; ++i)
-      if (lw[i] == m) {
-        best.meet(m, base + i);
-        break;
-      }
+    if (!(m < best.bound())) best.meet_group(lw, m, base);
   }
   pending.flush(key, best);
   return best;
@@ -292,6 +315,13 @@ inline Winner race_dist(const Dist& p, const Dist* q, float weight, int64_t voca
       left = race(vocab, key, WeightsWithout<DistWeights<T>>{all, excluded});
     }
     return left.score > -kInf ? left : race(vocab, key, all);
+  });
+}
+
+inline Winners race_several(const Dist& p, int64_t vocab, const NoiseKey& key, const Winners& best) {
+  return with_row(*p.source.view, p.source.row, [&](const auto* row) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(row)>>;
+    return race(vocab, key, DistWeights<T>{p, p.source.map ? nullptr : row}, best);
   });
 }
 

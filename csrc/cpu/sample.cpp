@@ -20,9 +20,11 @@ void sample(Tensor logits, Tensor temperature, Tensor top_p, Tensor top_k, Tenso
   a.target_to_draft = index_view(op, "target_to_draft", target_to_draft, 1);
   a.stream = static_cast<uint32_t>(stream);
   a.filter_order = static_cast<int32_t>(filter_order);
-  a.tokens = ints(op, "tokens", tokens, n);
+  a.num_samples = tokens.dim() == 2 ? tokens.size(1) : 1;
+  require(a.num_samples >= 1 && a.num_samples <= kMaxSamples, op, "tokens", "[N] or [N, num_samples <= 128]");
+  a.tokens = ints(op, "tokens", tokens, n * a.num_samples);
   a.status = ints(op, "status", status, n);
-  a.logprobs = floats(op, "logprobs", logprobs, n);
+  a.logprobs = floats(op, "logprobs", logprobs, n * a.num_samples);
   a.nucleus = nucleus_view(op, cutoff, row_max, log_mass, n);
   parallel_for_each(n, n * a.logits.width, [&](int64_t i) { kernels().sample(a, i); });
 }

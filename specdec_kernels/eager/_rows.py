@@ -157,10 +157,21 @@ def uniforms(seed: Tensor, position: Tensor, stream: int, ids: Tensor, count: in
     return u.clamp_max(1.0 - 2.0**-24).double()
 
 
+def ranks(z: Tensor) -> Tensor:
+    """float64 [n, V]: order of the values of each row from 1 up, equal ones alike; 0 for -inf."""
+    ordered = z.sort(1).values
+    return torch.where(z > -torch.inf, torch.searchsorted(ordered, z).double() + 1, 0.0)
+
+
+def race_scores(weights: Tensor, seed: Tensor, position: Tensor, stream: int, ids: Tensor) -> Tensor:
+    """float64 [n, V]: log w - log e of the positive weights, -inf for the others."""
+    noise = -torch.log1p(-uniforms(seed, position, stream, ids, weights.shape[1]))
+    return torch.where(weights > 0, weights.log() - noise.log(), -torch.inf)
+
+
 def race(weights: Tensor, seed: Tensor, position: Tensor, stream: int, ids: Tensor) -> Tensor:
     """int64 [n]: winner among positive weights [n, V], id 0 where there is none."""
-    noise = -torch.log1p(-uniforms(seed, position, stream, ids, weights.shape[1]))
-    score = torch.where(weights > 0, weights.log() - noise.log(), -torch.inf)
+    score = race_scores(weights, seed, position, stream, ids)
     # argmax returns the first maximum on CPU only; the lowest id must win everywhere.
     token = torch.arange(weights.shape[1], device=weights.device)
     best = score.amax(1, keepdim=True)

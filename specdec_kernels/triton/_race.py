@@ -77,6 +77,12 @@ def race_key(score, token, preferred):
 
 
 @triton.jit
+def score_of(key):
+    """Preference and score of a key, as an integer that is in their order."""
+    return key >> _TOKEN_BITS
+
+
+@triton.jit
 def token_of(key):
     return ((key ^ _TOKEN_MASK) & _TOKEN_MASK).to(tl.int32)
 
@@ -128,10 +134,10 @@ def excess_mass(
 def race_share(
     p_row, p_map, p_width, vocab, cutoff, row_max, inverse, log_mass, scale, greedy,
     residual, q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, q_one_hot, x, weight,
-    seed, position, tag, space, split, splits,
+    seed, position, tag, below, space, split, splits,
     P_KIND: tl.constexpr, Q_KIND: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """(best key or 0, whether a NaN was seen) of part `split` of `splits` of the target ids, SHARE subtiles at a time.
+    """(best key or 0, of those below `below` if that is not None; whether a NaN was seen) of part `split` of `splits` of the target ids, SHARE subtiles at a time.
 
     p is `p_row` by its kind; without a map and for logits only subtiles that reach the cutoff are read. Where `residual`,
     tokens race by max(0, weight * p - q), and by p in case that leaves none; q is one-hot at x if `q_one_hot` or `q_row` is None.
@@ -176,8 +182,14 @@ def race_share(
                 preferred = p > q
                 log_w = tl.where(preferred, log_of(p - q), log_w)
             score = log_w
-            if not greedy:
+            if greedy:
+                score = (
+                    z  # in the order of the values themselves: a difference to the maximum may round two of them alike
+                )
+            else:
                 score = log_w - log_pos(_exponentials(subs, seed, position, tag, SUB))
             key = tl.where(log_w > -INF, race_key(score, token, preferred), 0)
+            if below is not None:
+                key = tl.where(key < below, key, 0)
             best = tl.maximum(best, tl.max(tl.max(key, 1), 0))
     return best, bad

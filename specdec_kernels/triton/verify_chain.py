@@ -409,7 +409,7 @@ def emit_kernel(
         key, bad = race_share(
             target + (start + b + i) * stride, None, V, V, c, m, inverse, mass, scale, False,
             residual, q_row, target_to_draft, Vd, q_c, q_m, q_mass, q_scale, q_greedy, x, weight,
-            tl.load(seed + slot), anchor + i, STREAM_SAMPLE, space_of(space, row, MAXIMA), split, splits,
+            tl.load(seed + slot), anchor + i, STREAM_SAMPLE, None, space_of(space, row, MAXIMA), split, splits,
             P_KIND, Q_KIND, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:
