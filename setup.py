@@ -29,6 +29,7 @@ CPU_SOURCES = [
     "library",
     "nucleus",
     "sample",
+    "schedule_lengths",
     "verify_chain",
     "verify_tree",
 ]

@@ -12,6 +12,7 @@ from .params import SamplingParams
 from .rng import coin, philox4x32, race_noise, uniform
 from .rows import accept_probability, residual
 from .sample import SampleResult, race, sample
+from .schedule_lengths import schedule_lengths
 from .verify_chain import ChainLaw, VerifyResult, chain_law, chain_weights, verify_chain
 from .verify_tree import TreeResult, verify_tree
 
@@ -36,6 +37,7 @@ __all__ = [
     "row_nucleus",
     "row_probs",
     "sample",
+    "schedule_lengths",
     "uniform",
     "verify_chain",
     "verify_tree",

@@ -8,6 +8,7 @@ from .filter_probs import filter_probs
 from .nucleus import Nucleus, nucleus
 from .params import RaggedDrafts, SamplingTensors, ragged_from_padded
 from .sample import SampleOutput, sample
+from .schedule_lengths import schedule_lengths
 from .status import Status
 from .trees import Retrieve, parents_from_retrieve, retrieve_from_parents
 from .verify_chain import VerifyOutput, verify_chain
@@ -30,6 +31,7 @@ __all__ = [
     "ragged_from_padded",
     "retrieve_from_parents",
     "sample",
+    "schedule_lengths",
     "verify_chain",
     "verify_tree",
 ]

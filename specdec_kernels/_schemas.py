@@ -42,6 +42,9 @@ SCHEMAS = {
         "Tensor(a!) tokens, Tensor(b!) num_accepted, Tensor(c!) path, Tensor(d!) num_emitted, Tensor(e!) status, "
         "Tensor(f!)? logprobs, Tensor(g!)? cutoff, Tensor(h!)? row_max, Tensor(i!)? log_mass) -> ()"
     ),
+    "schedule_lengths": (
+        "(Tensor confidence, Tensor? num_draft, Tensor? steps_per_second, int budget, Tensor(a!) lengths) -> ()"
+    ),
     "filter_probs": (
         f"(Tensor logits, {_PARAMS}, Tensor? slots, Tensor? rows, int filter_order, "
         "Tensor(a!) probs, Tensor(b!) status) -> ()"
@@ -52,7 +55,7 @@ FILTER_ORDERS = ("hf", "vllm", "joint")
 RULES = ("token", "block", "coupled")
 TREE_RULES = ("target_only", "recursive", "traversal", "greedy_draft")
 
-WITHOUT = {"triton": ("verify_tree",)}
+WITHOUT = {"triton": ("verify_tree", "schedule_lengths")}
 """Ops that a backend does not have yet."""
 
 SUFFIXES = {"native": "", "triton": "_triton", "eager": "_eager"}

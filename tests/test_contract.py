@@ -41,6 +41,9 @@ def op_arguments(name: str, full: bool) -> tuple:
     if name == "sample":
         keys = (opt(torch.arange(N)), rows, opt(torch.arange(N)), opt(torch.arange(40)))
         return (logits, *filters, p.seed, slots, *keys, 2, 0, i32(N), i32(N), *(opt(f32(N)) for _ in range(4)))
+    if name == "schedule_lengths":
+        given = (torch.tensor([2, 9, -1]), torch.rand(12)) if full else (None, None)
+        return (torch.rand(N, 4), *given, -1 if full else 3, i32(N))
     B, K, D = N, 2, 4
     target = make_rows("normal", D + B, 40, logits.dtype)
     saved = tuple(opt(t) for t in sk.nucleus(target[:D], make_params([FILTERS[0]] * D)))
