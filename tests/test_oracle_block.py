@@ -195,3 +195,36 @@ def test_noise_reused_in_the_next_step_is_seen():
             worst[rule] = max(worst[rule], total_variation(law, text_law(w.p, 4)))
     assert worst["block"] > VISIBLE_BIAS
     assert worst["token"] < TOLERANCE
+
+
+# --- a chain verified in parts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+def test_a_chain_verified_in_parts(rule):
+    """`emit_bonus=False`: two drafts, one after the other. All of a part accepted: nothing is sampled, and the next part's
+    first draft is verified on the row that was left. Rejected: the second draft, which was there already, is thrown away."""
+    for seed in range(3):
+        w = World(Table(2, 220 + seed, 1.2), Table(2, 320 + seed, 1.2), d=2)
+
+        def step(text, memory):
+            rows, drafts = [], []
+            for j in range(2):
+                rows.append(w.draft((*text, *drafts)))  # noqa: B023
+                at = torch.tensor([len(text) + j])  # each part has its own anchor
+                stream = 2 if rule == "coupled" else 0
+                drafts.append(int(sample(rows[-1][None], make_params([{}], [9]), at, stream=stream).tokens))
+            emitted = []
+            for j in range(2):
+                out = verify_chain(
+                    torch.stack([w.target((*text, *drafts[: j + i])) for i in range(2)]), torch.tensor(drafts[j : j + 1]),  # noqa: B023
+                    torch.tensor([0, 1]), make_params([{}], [9]), torch.tensor([len(text) + j]), draft_logits=rows[j][None],
+                    draft_params=make_params([{}], [9]), rule=rule, emit_bonus=j == 1,
+                )  # fmt: skip
+                emitted += out.tokens[0, : int(out.num_emitted)].tolist()
+                if not int(out.num_accepted):
+                    break
+            return tuple(emitted), ()
+
+        law, _ = text_law_by_steps(step, 4)
+        assert total_variation(law, text_law(w.p, 4)) < TOLERANCE
