@@ -225,8 +225,11 @@ def _block_margin(coin: float, ratio: float, p: Tensor, q: Tensor | None, accept
         return (ratio - 1 + mass * (1 - coin)) / (2 * accepted)
     if q is None:
         return abs(w - coin) / (2 * accepted * w)
-    inside = w * p > finite(q)
-    error = float(((2 * accepted + 1) * w * p + q)[inside].sum())
+    each = (2 * accepted + 1) * w * p + finite(q)
+    signed = w * p - finite(q)
+    if not mass > 0:  # the first token to be left over after all
+        return float((-signed / each)[p > 0].min())
+    error = float(each[(signed > -1e-3 * each) & (p > 0)].sum())  # tokens at the edge count as well
     return abs(mass - coin * (mass + 1 - w)) / ((1 - coin) * error + coin * 2 * accepted * w)
 
 

@@ -16,7 +16,8 @@ that is rejected leaves its parent with p = (w p - q)_+ / Z and w = Z / (Z + 1 -
 the block rule. The root is always accepted; the emitted token is one of what p has become at the accepted node.
 
 greedy_draft (Hu et al. 2502.18779): the last child is drawn from q without its siblings, which are q's largest. It is tested
-first, against that q; rejected, p becomes (p - q)_+ / sum and target_only decides about its siblings.
+first, against that q; rejected, p becomes (p - q)_+ / sum and target_only decides about its siblings. Where the last child is a
+placeholder there is no drawn one, and in a tree that is cut it may be missing: target_only decides alone, which is always right.
 """
 
 import math
@@ -60,6 +61,10 @@ class TreeResult(NamedTuple):
     margin: Tensor
 
 
+NEAR = 1e-3
+"""A token this close (in relative error) to being left over counts towards the error of what is left."""
+
+
 class Left(NamedTuple):
     """What is left of a row's p, and by how much a relative error of 1 of all probabilities changes it."""
 
@@ -68,8 +73,11 @@ class Left(NamedTuple):
 
 
 class Weight(NamedTuple):
+    """A node's weight and its error; `ratio`: what it is before the cap at 1."""
+
     value: float
     error: float
+    ratio: float
 
 
 def without(left: Left, weight: Weight, q: Tensor, q_error: Tensor) -> tuple[Left, Weight]:
@@ -80,8 +88,9 @@ def without(left: Left, weight: Weight, q: Tensor, q_error: Tensor) -> tuple[Lef
     rest = signed.clamp_min(0.0)
     mass = float(rest.sum())
     if not mass > 0:
-        return left, Weight(1.0 if weight.value >= 1 else 0.0, weight.error)
-    mass_error = float(error[signed > 0].sum())
+        stays = 1.0 if weight.value >= 1 else 0.0
+        return left, Weight(stays, weight.error, stays)
+    mass_error = float(error[(signed > -NEAR * error) & (left.p > 0)].sum())
     total = mass + (1 - weight.value)
     w = mass / total
     w_error = ((1 - w) * mass_error + w * weight.error) / total
@@ -91,7 +100,7 @@ def without(left: Left, weight: Weight, q: Tensor, q_error: Tensor) -> tuple[Lef
             rest / mass,
             torch.where(possible, error, torch.zeros_like(error)) / mass + rest / mass * (mass_error / mass),
         ),
-        Weight(1.0 if weight.value >= 1 else w, 0.0 if weight.value >= 1 else w_error),
+        Weight(1.0, 0.0, 1.0) if weight.value >= 1 else Weight(w, w_error, w),
     )
 
 
@@ -99,7 +108,7 @@ def child_weight(weight: Weight, p_x: float, p_error: float, q_x: float, q_error
     """min(1, w p(x) / q(x))."""
     ratio = weight.value * p_x / q_x
     error = (weight.value * p_error + weight.error * p_x) / q_x + ratio * q_error / q_x
-    return Weight(min(1.0, ratio), error)
+    return Weight(min(1.0, ratio), error, ratio)
 
 
 def picks(coin: float, masses: list[float]) -> int:
@@ -115,8 +124,10 @@ def picks(coin: float, masses: list[float]) -> int:
 class _Request:
     """One request's tree, rows and random numbers; `margin` and the rows' states are gathered as they are read."""
 
-    def __init__(self, index, start, parents, tokens, params, anchor, target, is_probs, source, replacement, order):
-        self.index, self.start, self.tokens = index, start, tokens
+    def __init__(
+        self, index, start, parents, tokens, params, anchor, target, is_probs, source, replacement, order, whole
+    ):
+        self.index, self.start, self.tokens, self.whole = index, start, tokens, whole
         self.params, self.anchor, self.target, self.is_probs = params, anchor, target, is_probs
         self.source, self.replacement, self.order = source, replacement, order
         self.children = {n: [] for n in range(len(parents) + 1)}
@@ -125,7 +136,7 @@ class _Request:
             if parent in self.parent:  # else it, or what it hangs from, is not there
                 self.children[parent].append(node)
                 self.parent[node] = parent
-        self.margin, self.states, self.nuclei = math.inf, {}, {}
+        self.margin, self.states, self.nuclei, self.drawn = math.inf, {}, {}, {}
 
     @property
     def vocab(self) -> int:
@@ -147,13 +158,14 @@ class _Request:
             self.margin = min(self.margin, row.nucleus.margin)
             if row.nucleus.status & STATUS_EMPTY_ROW:
                 self.children[node] = []
-            known = []
+            known, last = [], (self.children[node] or [None])[-1]
             for child in self.children[node]:
                 if 0 <= self.token(child) < self.vocab:
                     known.append(child)
                 else:
                     self.states[node] |= STATUS_PLACEHOLDER
             self.children[node] = known
+            self.drawn[node] = last if last in known else None
         return row.p
 
     def token(self, node: int) -> int:
@@ -268,7 +280,7 @@ def _recursive(r: _Request) -> tuple[int, int]:
     node = 0
     while True:
         p = r.row(node)
-        left, one, taken, chosen = Left(p, p), Weight(1.0, 0.0), [], None
+        left, one, taken, chosen = Left(p, p), Weight(1.0, 0.0, 1.0), [], None
         q = r.draft_row(node) if r.children[node] else None
         for child in r.children[node] if q is not None else []:
             q_now, q_error = _draft_left(q, taken)
@@ -301,27 +313,34 @@ def _traversal(r: _Request) -> tuple[int, int]:
             below = child_weight(weight, float(left.p[x]), float(left.error[x]), float(q_now[x]), float(q_error[x]))
             if below.value > 0 and (found := visit(child, below)) is not None:
                 return found
+            before = weight
             left, weight = without(left, weight, q_now, q_error)
-            if not weight.value > 0:
+            if not weight.value > 0:  # unless some of p is left after all
+                edge = q_now - before.value * left.p
+                slack = before.value * left.error + before.error * left.p + q_error
+                r.decide(min((edge / slack)[left.p > 0].tolist(), default=math.inf))
                 return None
             if not r.replacement:
                 taken.append(x)
-        if node and not r.test(r.coin(node), weight.value, weight.error, 1.0, 0.0):
+        if node and not r.test(r.coin(node), weight.ratio, weight.error, 1.0, 0.0):
             return None
         return node, r.emit(node, None if left.p is p else left)
 
-    return visit(0, Weight(1.0, 0.0))
+    return visit(0, Weight(1.0, 0.0, 1.0))
 
 
 def _greedy_draft(r: _Request) -> tuple[int, int]:
+    if not r.whole:
+        return _target_only(r)
     node = 0
     while True:
         p = r.row(node)
-        left, chosen = Left(p, p), None
-        q = r.draft_row(node) if r.children[node] else None
-        if q is not None:
-            *fixed, drawn = r.children[node]
-            fixed = _distinct(r, fixed)
+        left, chosen, drawn = Left(p, p), None, r.drawn[node]
+        q = r.draft_row(node) if drawn is not None else None
+        fixed = _distinct(r, [c for c in r.children[node] if c != drawn])
+        if drawn is None and fixed:
+            chosen, left = _target_only_at(r, left, fixed, fixed[0])
+        elif q is not None:
             x, taken = r.token(drawn), [r.token(c) for c in fixed]
             q_now, q_error = _draft_left(q, taken)
             if not q_now[x] > 0:
@@ -329,7 +348,7 @@ def _greedy_draft(r: _Request) -> tuple[int, int]:
             elif r.test(r.coin(drawn), float(left.p[x]), float(left.error[x]), float(q_now[x]), float(q_error[x])):
                 chosen = drawn
             else:
-                left, _ = without(left, Weight(1.0, 0.0), q_now, q_error)
+                left, _ = without(left, Weight(1.0, 0.0, 1.0), q_now, q_error)
             if chosen is None and fixed and not r.states[node] & STATUS_ZERO_Q:
                 chosen, left = _target_only_at(r, left, fixed, fixed[0])
         if chosen is None:
@@ -435,6 +454,7 @@ def verify_tree(
             source,
             replacement,
             filter_order,
+            not bad,
         )
         node, token = _greedy(r) if r.greedy else walk[rule](r)
         path = r.path(node)

@@ -63,7 +63,7 @@ def sample(
         num_samples: how many tokens of each row, 1 to 128, without replacement: the first of the race, each drawn from what its
             elders left of p (Gumbel top-k). A greedy row gives its largest logits in order. For the children of a tree node.
         target_to_draft: int32/int64 [Vt] for rows over a reduced draft vocabulary: entry v is the row's column of target
-            id v, or -1. Noise is keyed by target ids and target ids are returned.
+            id v, or -1; each column that has mass must be some id's, or the draws are not those of q. Noise is keyed by target ids and target ids are returned.
         filter_order: as in `nucleus`.
         return_nucleus: also return each row's Nucleus; pass it to `verify_chain(draft_nucleus=...)`, which then need not
             read the draft rows again.

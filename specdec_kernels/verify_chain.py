@@ -88,7 +88,7 @@ def verify_chain(
         draft_params: the parameters the drafts were really sampled with (`params` where they are the same): a guessed q
             biases the output. Temperature 0: deterministic drafts.
         target_to_draft: int32/int64 [V], column of target id v in the draft rows or -1 (q = 0). None: ids are the same,
-            and q = 0 for ids >= Vd.
+            and q = 0 for ids >= Vd. Each column that has mass must be some id's: what is mapped nowhere was sampled by nobody.
         target_probs: float32 [R >= N, V] instead of logits: p, taken as it is; no temperature, no filter.
         rule: "token", "block" or "coupled".
         max_draft: K. None derives it from cu_num_draft (CPU tensors only, not under torch.compile). Longer chains are cut

@@ -73,7 +73,8 @@ def verify_tree(
     - "traversal" (2505.12398): the same children from the leaves to the root; accepts never fewer of them, and on a chain is
       the block rule. Reads the row of every node that can still be accepted.
     - "greedy_draft" (Hu et al. 2502.18779): of each node's children the last is drawn from q without the others, which may be
-      any (q's largest, for gain). It is tested first, then "target_only" decides about the others.
+      any (q's largest, for gain). It is tested first, then "target_only" decides about the others. Mark a drawn child that there is not by the
+      token -1 (not by its parent): "target_only" then decides about its siblings alone, as in a tree that is cut (status 32).
 
     Requests with temperature 0 follow the children that equal the argmax (lowest id), under every rule.
 

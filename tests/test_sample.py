@@ -172,6 +172,16 @@ def test_without_replacement_has_its_law(native):
     assert chisquare(counts[off].numpy(), (law[off] * n).numpy()).pvalue > 1e-3
 
 
+def test_greedy_order_of_odd_values(backend):
+    """-0 equals 0, +inf comes first, then the largest of the others, equal ones by id."""
+    rows = torch.tensor([[-0.0, 0.0, -1.0], [1.0, torch.inf, 3.0], [-torch.inf, torch.nan, 5.0], [2.0, 2.0, -0.0]])
+    params = sk.SamplingTensors.create(0.0, batch_size=4)
+    assert sk.sample(rows, params, backend=backend).tokens.tolist() == [0, 1, 2, 0]
+    out = sk.sample(rows, params, num_samples=3, backend=backend)
+    assert out.tokens.tolist() == [[0, 1, 2], [1, 2, 0], [2, -1, -1], [0, 1, 2]]
+    assert out.status.tolist() == [0, 0, 2, 0]
+
+
 @pytest.mark.parametrize("num_samples", [0, 129, 2.0])
 def test_num_samples_out_of_range(num_samples):
     with pytest.raises(ValueError, match="num_samples must be an int from 1 to 128, got"):

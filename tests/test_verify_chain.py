@@ -158,6 +158,27 @@ def test_output_options(options, rule, backend):
     tally.assert_few()
 
 
+def test_block_weighs_the_residual(backend):
+    """Rejections behind accepted drafts whose running weight is below 1: the residual is of weight * p, and so is its mass."""
+    filters = ((1.0, 1.0, 0, 0.0),) * 16
+    seen, tally = 0, Tally()
+    for seed in range(3):
+        call, ref = known_call(vocab=60, rule="block", lengths=(4,) * 16, filters=filters, seed=seed)
+        params = python_ref.filter_probs(call.target, call.params, rows=torch.arange(16).repeat_interleave(5))
+        q = python_ref.filter_probs(
+            call.options["draft_logits"], call.params, rows=torch.arange(16).repeat_interleave(4)
+        )
+        for b, accepted in enumerate(ref.num_accepted.tolist()):
+            rows = [params[5 * b + i] for i in range(4)]
+            weights = python_ref.chain_weights(
+                rows, list(q[4 * b : 4 * b + 4]), call.drafts[4 * b : 4 * b + 4].tolist()
+            )
+            seen += 0 < accepted < 4 and weights[accepted] < 1
+        compare(call.run(backend), ref, tally)
+    tally.assert_few()
+    assert seen >= 5
+
+
 BAD_OFFSETS = {
     "negative": [0, -3, 2, 4, 6],
     "decreasing": [0, 4, 2, 5, 6],

@@ -298,3 +298,64 @@ def test_out_is_used_and_written_whole(backend):
             assert [t.data_ptr() for t in tensors_of(got)] == [t.data_ptr() for t in tensors_of(out)]
             assert_same_bits(got, want)
             assert ((got.tokens >= 0).sum(1) == got.num_emitted).all() and (got.tokens < 90).all()
+
+
+def test_drawn_child_that_is_not_there(backend):
+    """greedy_draft whose last child is a placeholder: nothing was drawn, so p decides about the others alone. (Testing the last
+    that is there as if it had been drawn gave P(0) = .56 for p = (.5, .5), q = (.9, .1).)"""
+    n = 4000
+    p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.9, 0.1]]).log()
+    params = create(1.0, n=n)
+    out = sk.verify_tree(
+        p.expand(3 * n, 2), torch.tensor([0, -1] * n), torch.zeros(2 * n, dtype=torch.int64), offsets([2] * n), params,
+        rule="greedy_draft", draft_logits=q, draft_rows=torch.zeros(2 * n, dtype=torch.int64), draft_params=params, max_depth=1,
+        backend=backend,
+    )  # fmt: skip
+    assert abs(float((out.tokens[:, 0] == 0).double().mean()) - 0.5) < 4 * 0.5 / n**0.5
+    call = make_tree_call(
+        "normal", 40, rule="greedy_draft", trees=[[0, 0, 1, 1], [0] * 131, [0, 0, 0, 9]], filters=FILTERS[:3]
+    )
+    for drafts in (call.drafts, torch.where(torch.arange(call.drafts.numel()) % 3 == 1, -1, call.drafts)):
+        changed = call.but(drafts=drafts)
+        compare(changed.run(backend), changed.oracle(), Tally())
+
+
+def test_greedy_walk_into_an_empty_row(backend):
+    target = torch.tensor([[0.0, 9.0], [-torch.inf, -torch.inf]])
+    out = sk.verify_tree(
+        target, torch.tensor([1]), torch.tensor([0]), offsets([1]), create(0.0), logprobs=1, backend=backend
+    )
+    assert out.tokens.tolist() == [[1, 0]] and out.logprobs.tolist() == [[0.0, -torch.inf]] and int(out.status) == 1
+
+
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_children_of_a_peaked_q(rule, backend):
+    """All but the first of three children drawn without replacement live in the last e^-60 of q's mass: the products of what
+    they leave must not underflow."""
+    n = 20_000 if backend == "native" else 3_000
+    q, p = torch.tensor([[60.0, 0, 1, 2, 0.5]]), torch.tensor([[-3.0, 2, 1, 0, 1]])
+    params = create(1.0, n=n)
+    zeros = torch.zeros(n, dtype=torch.int64)
+    drafts = sk.sample(q.expand(n, 5), params, stream=0, ids=zeros, num_samples=3, backend=backend).tokens
+    rows = torch.zeros(3 * n, dtype=torch.int64)
+    out = sk.verify_tree(
+        p.expand(4 * n, 5), drafts.flatten(), rows, offsets([3] * n), params, rule=rule, replacement=False, draft_logits=q,
+        draft_rows=rows, draft_params=params, max_depth=1, backend=backend,
+    )  # fmt: skip
+    counts = torch.bincount(out.tokens[:, 0].long(), minlength=5).double()
+    assert chisquare(counts.numpy(), (p[0].double().softmax(0) * n).numpy()).pvalue > 1e-3
+
+
+def test_mass_that_no_id_can_reach(backend):
+    """A draft row wider than the target's vocabulary, and a map with holes: what the taken children leave of q is summed."""
+    tally = Tally()
+    for rule, replacement in RULES[1:]:
+        call = make_tree_call("normal", 60, rule=rule, replacement=replacement, seed=5)
+        wide = torch.nn.functional.pad(call.options["draft_logits"], (0, 9), value=2.0)
+        changed = call.but(draft_logits=wide)
+        compare(changed.run(backend), changed.oracle(), tally)
+        mapping = torch.randperm(60, generator=generator("holes")).int()
+        mapping[::5] = -1
+        changed = call.but(target_to_draft=mapping)
+        compare(changed.run(backend), changed.oracle(), tally)
+    tally.assert_few()

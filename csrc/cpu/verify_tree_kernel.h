@@ -51,7 +51,8 @@ class Tree {
     if (count_ >= 0) {
       if (greedy()) {
         walk_greedy();
-      } else if (a_.rule == kTargetOnly) {
+      } else if (a_.rule == kTargetOnly || (a_.rule == kGreedyDraft && bad_)) {
+        // Of a tree that is cut the drawn children may be missing; target_only is right for any.
         walk_target_only();
       } else if (a_.rule == kRecursive) {
         walk_recursive();
@@ -70,6 +71,7 @@ class Tree {
     int32_t status = 0;
     Nucleus p = {}, q = {};
     int first_child = 0;  // 0: none
+    int drawn = 0;        // greedy_draft: the last child, 0 if it is a placeholder
   };
 
   // Tokens of some siblings, in ascending order.
@@ -110,15 +112,18 @@ class Tree {
     row.seen = true;
     if (!a_.target_is_probs) row.p = row_nucleus(a_.target, target_row(n), filter_, a_.filter_order, row.status);
     for (int c = next_child(n, n); c; c = next_child(n, c)) {
+      row.drawn = 0;
       if (row.status & kEmptyRow) {
         parent_[c] = -1;
       } else if (token(c) < 0 || token(c) >= a_.target.width) {
         row.status |= kPlaceholder;
         parent_[c] = -1;
+      } else {
+        row.drawn = c;
       }
     }
     row.first_child = next_child(n, n);
-    if (!needs_q || !row.first_child) return row;
+    if (!needs_q || !row.first_child || (a_.rule == kGreedyDraft && !row.drawn)) return row;
     // Siblings were drawn from one row: that of the first.
     const int64_t j = start_ + row.first_child - 1, at = draft_row(a_, j);
     row.q_usable = at >= 0;
@@ -137,25 +142,28 @@ class Tree {
   Dist q_of(int n) const { return draft_dist(a_, b_, start_ + rows_[n].first_child - 1, rows_[n].q); }
   static float positive(float q) { return q > 0.0f ? q : 0.0f; }
 
-  // What the taken tokens leave of q's mass. By difference it keeps a relative precision of 2^-19 down to 1/16.
+  // What the taken tokens leave of q's mass. By difference it keeps a relative precision of 2^-19 down to 1/16, if all
+  // of q's mass is on target ids.
   float rest(const Dist& q, const Taken& taken) const {
     if (!taken.count) return 1.0f;
     float s = 1.0f;
     for (int64_t i = 0; i < taken.count; ++i) s -= positive(q.prob(taken.tokens[i]));
-    return q.kind != Kind::kLogits || s < 0.0625f ? mass_without(q, a_.target.width, taken.excluded()) : s;
+    const bool all_on_ids = q.kind == Kind::kLogits && !a_.target_to_draft && a_.draft.width <= a_.target.width;
+    return !all_on_ids || s < 0.0625f ? mass_without(q, a_.target.width, taken.excluded()) : s;
   }
 
   // After a child drawn from q / s was rejected at a node of weight w.
   void reject(const Dist& p, const Dist& q, float s, Remainder& left, float& w) const {
+    // s, omega and mass may all be tiny, so that the product of two of them would be 0: quotients first.
     const float ws = w * s, stage = left.taken ? ws + left.mass : 1.0f;
-    const float omega = left.taken ? ws * left.omega / stage : ws;
+    const float omega = left.taken ? ws / stage * left.omega : ws;
     const float excess = excess_mass(p, q, omega, a_.target.width);
     if (!(excess > 0.0f)) {
       if (w < 1.0f) w = 0.0f;
       return;
     }
     if (w < 1.0f) {
-      const float z = (left.taken ? stage / (left.mass * s) : 1.0f / s) * excess;
+      const float z = (left.taken ? stage / left.mass : 1.0f) * (excess / s);
       w = z / (z + (1.0f - w));
     }
     left = {true, omega, excess};
@@ -177,9 +185,9 @@ class Tree {
     for (int n = 0;;) {
       const Row& row = visit(n, false);
       node_ = n;
-      if (row.status & kEmptyRow) return;
+      found_ = !(row.status & kEmptyRow);
+      if (!found_) return;
       token_ = first_equal(p_of(n).source, a_.target.width, row.p.row_max);
-      found_ = true;
       int child = row.first_child;
       while (child && token(child) != token_) child = next_child(n, child);
       if (!child) return;
@@ -245,10 +253,11 @@ class Tree {
       Remainder left;
       Taken fixed;
       int child = 0;
-      if (row.q_usable) {
+      const int drawn = row.drawn;
+      if (!drawn && row.first_child) {
+        child = pick(n, count_, coin(row.first_child), 1.0f, 1.0f, fixed);
+      } else if (row.q_usable) {
         const Dist p = p_of(n), q = q_of(n);
-        int drawn = row.first_child;
-        for (int c = next_child(n, drawn); c; c = next_child(n, c)) drawn = c;
         for (int c = row.first_child; c != drawn; c = next_child(n, c)) fixed.add(token(c));
         const int64_t x = token(drawn);
         const float s = rest(q, fixed), q_x = fixed.has(x) ? 0.0f : q.prob(x);

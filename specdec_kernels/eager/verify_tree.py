@@ -101,10 +101,18 @@ class _Walk:
             flat = (self.trees.start + first - 1).clamp_min(0)
             q, usable = self.q_source.rows(flat, self.trees.token_of(first))
             q = torch.where(q > 0, q, 0.0)
-            unusable = (first > 0) & ~self.greedy & ~usable
+            asks = (first > 0) & (self.drawn(at) > 0 if self.rule == GREEDY_DRAFT else True)
+            unusable = asks & ~self.greedy & ~usable
             status = status | torch.where(unusable, _rows.BAD_Q_ROW, 0)
             children = children & ~unusable[:, None]
         return _Node(p, q, children, first, status.to(torch.int32), empty)
+
+    def drawn(self, at: Tensor) -> Tensor:
+        """The last child, 0 where it is a placeholder, or might be missing from a tree that is cut."""
+        trees = self.trees
+        last = ((trees.depth > 0) & (trees.parent == at[:, None])) * trees.id
+        last = last.amax(1)
+        return torch.where(trees.real[trees.each, last] & ~trees.bad, last, 0)
 
     def note(self, where: Tensor, status) -> None:
         self.states[self.trees.each, self.node] |= torch.where(where, status, 0).to(torch.int32)
@@ -136,7 +144,7 @@ class _Walk:
 
     def greedy_draft(self, node: _Node) -> tuple[Tensor, Tensor]:
         trees = self.trees
-        drawn = (node.children * trees.id).amax(1)
+        drawn = torch.where(node.children.any(1), self.drawn(self.node), 0)
         fixed = node.children & (trees.id != drawn[:, None])
         q, s = self.rest_of_q(node.q, fixed)
         x = trees.token_of(drawn)
@@ -146,11 +154,15 @@ class _Walk:
         asks = asks & (q_x > 0)
         take = asks & _accepts(self.coin(drawn - 1), node.p[trees.each, x], q_x)
         left = self.unless_nothing(excess(node.p, q / s.clamp_min(LEAST)[:, None], self.ones), node.p)
-        share = left / left.sum(1, keepdim=True).clamp_min(LEAST)
-        other, fixed = self.pick(fixed, share, self.coin(trees.first(fixed) - 1))
-        child = torch.where(take, drawn, torch.where(asks, other, 0))
+        left = torch.where(asks[:, None], left, node.p)
+        share = torch.where(asks[:, None], left / left.sum(1, keepdim=True).clamp_min(LEAST), node.p)
+        # Without a drawn child the others decide alone; in a tree that is cut by the coin of target_only.
+        coin = torch.where(trees.bad, self.coin(self.node), self.coin(trees.first(fixed) - 1))
+        other, fixed = self.pick(fixed, share, coin)
+        decides = asks | (drawn == 0)
+        child = torch.where(take, drawn, torch.where(decides, other, 0))
         left = self.unless_nothing(trees.without(left, fixed), node.p)
-        return child, torch.where(asks[:, None], left, node.p)
+        return child, torch.where(decides[:, None], left, node.p)
 
     def one_child(self, node: _Node) -> None:
         """`recursive` and `traversal`: the next child is accepted, gone to, or rejected; without one the node decides."""

@@ -169,6 +169,9 @@ def race_share(
                 log_w = log_of(z)
             else:
                 log_w = tl.where((z >= cutoff) & (z > -INF), scaled(z, row_max, inverse), -INF)
+                if greedy:
+                    # In the order of the values: a difference to the maximum may round two alike. -0 equals 0.
+                    log_w = tl.where((z >= cutoff) & (z > -INF), tl.where(z == 0.0, 0.0, z), -INF)
             preferred = tl.zeros([R, SUB], tl.int1)
             if residual:
                 p = target_prob(z, cutoff, row_max, log_mass, scale, P_KIND)
@@ -182,11 +185,7 @@ def race_share(
                 preferred = p > q
                 log_w = tl.where(preferred, log_of(p - q), log_w)
             score = log_w
-            if greedy:
-                score = (
-                    z  # in the order of the values themselves: a difference to the maximum may round two of them alike
-                )
-            else:
+            if not greedy:
                 score = log_w - log_pos(_exponentials(subs, seed, position, tag, SUB))
             key = tl.where(log_w > -INF, race_key(score, token, preferred), 0)
             if below is not None:

@@ -70,7 +70,10 @@ def sample_kernel(
         key = tl.max(keys, 0)
         if greedy:  # a maximum that no target id has leaves the row empty
             key = tl.where(
-                score_of(key) == score_of(race_key(m, tl.zeros([], tl.int32), greedy & (not greedy))), key, 0
+                score_of(key)
+                == score_of(race_key(tl.where(m == 0.0, 0.0, m), tl.zeros([], tl.int32), greedy & (not greedy))),
+                key,
+                0,
             )
     if key == 0:
         tl.store(status + n, tl.load(status + n) | STATUS_EMPTY_ROW)
