@@ -58,6 +58,11 @@ def wrong_verify(*args, **options):
     return out._replace(tokens=out.tokens ^ 1)
 
 
+def wrong_tree(*args, **options):
+    out = real_tree(*args, **options)
+    return out._replace(tokens=out.tokens ^ 1)
+
+
 def wrong_sample(logits, params, position=None, **options):
     return real_sample(logits, params, position + 1, **options)
 
@@ -72,8 +77,15 @@ def wrong_probs(logits, params, **options):
 
 
 real_verify, real_sample = specdec_kernels.verify_chain, specdec_kernels.sample
+real_tree = specdec_kernels.verify_tree
 real_nucleus, real_probs = specdec_kernels.nucleus, specdec_kernels.filter_probs
-WRONG = {"verify_chain": wrong_verify, "sample": wrong_sample, "nucleus": wrong_nucleus, "filter_probs": wrong_probs}
+WRONG = {
+    "verify_chain": wrong_verify,
+    "verify_tree": wrong_tree,
+    "sample": wrong_sample,
+    "nucleus": wrong_nucleus,
+    "filter_probs": wrong_probs,
+}
 
 
 @pytest.mark.parametrize("op", bench.BENCHES)
