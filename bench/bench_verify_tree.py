@@ -1,4 +1,4 @@
-"""`verify_tree`: trees of 32 drafts, against softmax and amax of all rows, which is what a verifier on probabilities reads first."""
+"""`verify_tree`: trees of 32 drafts, against softmax and amax of all rows, where a verifier on probabilities begins."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def run(settings: Settings) -> list[dict]:
                     "copy": lambda read=read, copies=copies: [c.copy_(r) for c, r in zip(copies, read, strict=True)],
                 }
                 out = case()
-                measured = summary(paired(calls, max(settings.rounds // 3, 2), settings), NAME)
+                measured = summary(paired(calls, settings.rounds, settings), NAME)
                 row = case.target[0].numel() * case.target.element_size()
                 path_rows = int(out.num_emitted.sum()) * (1 if case.draft is None else 2)
                 results.append({

@@ -182,7 +182,8 @@ class _Request:
         return finite(q)
 
     def coin(self, node: int) -> float:
-        """The coin of a child. target_only's is the parent's, whose number a first child of a chain has."""
+        """The coin of a node, keyed by its draft offset. (`target_only` keys a parent's coin by the parent's number n, which is
+        the offset of node n + 1.)"""
         return rng.coin(self.params.seed, self.anchor, node - 1)
 
     def depth(self, node: int) -> int:

@@ -48,7 +48,7 @@ def parents_from_retrieve(next_token: Tensor, next_sibling: Tensor) -> Tensor:
 
     next_token, next_sibling: int32/int64 [B, N], node numbers or -1. Siblings must be chained in ascending order and children
     come after their parents (EAGLE's and SGLang's builders do both): that is the order in which `verify_tree` tries them. On
-    CPU tensors anything else raises ValueError; elsewhere a link that goes back is not followed.
+    CPU tensors a link that goes back or out of range raises ValueError; elsewhere it is not followed.
 
     >>> parents_from_retrieve(torch.tensor([[1, 3, -1, -1]]), torch.tensor([[-1, 2, -1, -1]]))
     tensor([[0, 0, 1]])

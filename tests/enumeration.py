@@ -54,12 +54,23 @@ def explore(run) -> dict:
 
 
 @contextmanager
-def scripted(choose):
-    """Inside, the oracle's ops take every random decision from `choose`, with the probabilities
-    that the decision has over its own noise: the race picks token v with weight[v], the accept test passes with
-    `accept_probability`. That real noise has these laws is shown apart (`test_real_noise_*`, `test_accept_set_*`)."""
+def replaced_in_oracle(race_noise, coin, **decisions):
+    """Inside, the oracle's `race`, `accepts`, `picks` and its sources of noise are the ones given."""
     # importlib: the package's functions hide its modules of the same name.
     modules = [importlib.import_module(f"python_ref.{m}") for m in ("sample", "rows", "verify_chain", "verify_tree")]
+    with ExitStack() as stack:
+        for module in modules:
+            for name in decisions.keys() & vars(module).keys():
+                stack.enter_context(patch.object(module, name, decisions[name]))
+        stack.enter_context(patch.object(rng, "race_noise", race_noise))
+        stack.enter_context(patch.object(rng, "coin", coin))
+        yield
+
+
+def scripted(choose):
+    """Inside, the oracle's ops take every random decision from `choose`, with the probabilities that the decision has over
+    its own noise: the race picks token v with weight[v], the accept test passes with `accept_probability`. That real noise
+    has these laws is shown apart (`test_real_noise_*`, `test_accept_set_*`)."""
 
     def race(weights, noise, condition=None):
         if not (weights > 0).any():
@@ -74,14 +85,8 @@ def scripted(choose):
         return choose([*masses, max(0.0, 1.0 - math.fsum(masses))])
 
     no_noise = lambda seed, position, stream, id, vocab: torch.ones(vocab, dtype=torch.float64)  # noqa: E731
-    replaced = {"race": race, "accepts": accepts, "picks": picks}
-    with ExitStack() as stack:
-        for module in modules:
-            for name in replaced.keys() & vars(module).keys():
-                stack.enter_context(patch.object(module, name, replaced[name]))
-        stack.enter_context(patch.object(rng, "race_noise", no_noise))
-        stack.enter_context(patch.object(rng, "coin", lambda seed, anchor, offset: 0.5))
-        yield
+    no_coin = lambda seed, anchor, offset: 0.5  # noqa: E731
+    return replaced_in_oracle(no_noise, no_coin, race=race, accepts=accepts, picks=picks)
 
 
 def total_variation(a: dict, b: dict) -> float:

@@ -5,16 +5,14 @@ behind a key is an interval, and the law of the next decision that reads the sam
 biases the text here exactly as it would in life, and distinct keys leave it exact.
 """
 
-import importlib
 import math
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
 
 import torch
 
 from python_ref import rng
 from python_ref.rows import accept_probability
+from tests.enumeration import explore, replaced_in_oracle
 
 FRESH = (0.0, 1.0)
 
@@ -38,7 +36,6 @@ class Uniforms:
         return yes
 
 
-@contextmanager
 def keyed(uniforms: Uniforms):
     """Inside, each race between two tokens and each coin of the oracle is a threshold on the uniform of its key."""
 
@@ -70,43 +67,21 @@ def keyed(uniforms: Uniforms):
                 return i
         return len(masses)
 
-    replaced = {"race": race, "accepts": accepts, "picks": picks}
-    modules = [importlib.import_module(f"python_ref.{m}") for m in ("sample", "rows", "verify_chain", "verify_tree")]
-    with ExitStack() as stack:
-        for module in modules:
-            for name in replaced.keys() & vars(module).keys():
-                stack.enter_context(patch.object(module, name, replaced[name]))
-        stack.enter_context(patch.object(rng, "race_noise", noise))
-        stack.enter_context(patch.object(rng, "coin", coin))
-        yield
+    return replaced_in_oracle(noise, coin, race=race, accepts=accepts, picks=picks)
 
 
 def _step_law(step, text, memory, known: dict):
     """(law of (emitted, memory, intervals of the keys read), keys read) of one step."""
-    law, read = defaultdict(float), set()
-    scripts = [()]
-    while scripts:
-        script, taken, weight = scripts.pop(), [], 1.0
+    read = set()
 
-        def choose(weights):
-            nonlocal weight
-            open_ = [i for i, w in enumerate(weights) if w > 0]
-            if len(taken) < len(script):  # noqa: B023
-                pick = script[len(taken)]  # noqa: B023
-            else:
-                pick = open_[0]
-                scripts.extend((*taken, other) for other in open_[1:])  # noqa: B023
-            taken.append(pick)  # noqa: B023
-            weight *= weights[pick] / math.fsum(weights)
-            return pick
-
+    def run(choose):
         uniforms = Uniforms(known, choose)
         with keyed(uniforms):
             emitted, kept = step(text, memory)
-        read |= uniforms.read
-        learned = frozenset((key, uniforms.known[key]) for key in uniforms.read)
-        law[emitted, kept, learned] += weight
-    return dict(law), read
+        read.update(uniforms.read)
+        return emitted, kept, frozenset((key, uniforms.known[key]) for key in uniforms.read)
+
+    return explore(run), read
 
 
 def text_law_by_steps(step, length: int) -> tuple[dict, int]:

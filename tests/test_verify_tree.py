@@ -245,8 +245,8 @@ def test_slot_dependent(rule, replacement, backend):
 
 @pytest.mark.parametrize(("rule", "replacement"), RULES, ids=NAMES)
 def test_first_token_has_the_target_s_law(rule, replacement, native):
-    """V = 4,096, filters on, 6,000 requests over the same rows: the first token is p's by chi-square, and a control with one
-    row of p for another is not."""
+    """V = 4,096, filters on, 6,000 requests over the same rows: the first token is p's by chi-square, and is
+    seen not to be q's."""
     vocab, batch, children, filters = 4096, 6000, 3, {"temperature": 0.9, "top_p": 0.9}
     p_row = make_rows("lm", 1, vocab, seed=5) / 3
     q_row = p_row + 0.5 * make_rows("normal", 1, vocab, seed=7) / 3

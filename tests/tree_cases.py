@@ -81,7 +81,6 @@ def make_tree_call(
     cu, params = offsets([len(t) for t in trees]), make_params(filters, seed)
     D = int(cu[-1])
     target = make_rows(kind, D + B, vocab, dtype, seed)
-    # Near copies of each other, so that trees get deep: a row is its parent's with noise.
     position = torch.randint(0, 2**40, (B,), generator=g)
     logits = (target.float() + noise * torch.randn(D + B, vocab, generator=g)).to(dtype)
     tokens, rows = torch.full((D,), -1), torch.zeros(D, dtype=torch.int64)

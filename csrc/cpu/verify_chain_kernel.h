@@ -5,7 +5,6 @@
 // gather where q's nucleus was saved); the row that emits is read once more, from the cache when one thread decides.
 #pragma once
 
-#include "cpu/block.h"
 #include "cpu/chain.h"
 #include "cpu/verify.h"
 

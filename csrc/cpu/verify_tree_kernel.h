@@ -196,7 +196,7 @@ class Tree {
   }
 
   // The first of the children whose running sum of what is left of p passes the coin, or 0; a token counts once.
-  // `children` are those up to node `last`; `scale` p / mass is what is left of p there.
+  // Children behind node `last` are left out; scale * p / mass is what is left of p at the others' tokens.
   int pick(int n, int last, float u, float scale, float mass, Taken& seen) const {
     const Dist p = p_of(n);
     float total = 0.0f;
