@@ -4,6 +4,7 @@ from ._version import __version__  # isort: skip
 
 from . import eager as _eager
 from ._backends import BackendUnavailable, info
+from .draft_vocab import target_to_draft
 from .filter_probs import filter_probs
 from .nucleus import Nucleus, nucleus
 from .params import RaggedDrafts, SamplingTensors, ragged_from_padded
@@ -32,6 +33,7 @@ __all__ = [
     "retrieve_from_parents",
     "sample",
     "schedule_lengths",
+    "target_to_draft",
     "verify_chain",
     "verify_tree",
 ]

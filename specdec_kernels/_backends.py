@@ -72,10 +72,8 @@ DEFAULT = os.environ.get("SPECDEC_BACKEND") or "auto"
 """Read at import and judged at the first call that depends on it: a wrong value must not break the import."""
 
 
-def unavailable_reason(backend: str, device_type: str, op: str | None = None) -> str | None:
-    """None if `backend` can run tensors of that device (and has `op`), else why not."""
-    if op in _schemas.WITHOUT.get(backend, ()):
-        return f"there is no {backend} kernel of {op} yet"
+def unavailable_reason(backend: str, device_type: str) -> str | None:
+    """None if `backend` can run tensors of that device, else why not."""
     if backend == "eager":
         return None
     if backend == "triton":
@@ -108,7 +106,7 @@ def resolve(op: str, backend: str, device: torch.device) -> str:
     if backend not in NAMES:
         raise ValueError(f"{op}: backend must be one of {NAMES}, got {backend!r}")
     wanted = preferred(device.type) if backend == "auto" else backend
-    reason = unavailable_reason(wanted, device.type, op)
+    reason = unavailable_reason(wanted, device.type)
     if reason is None:
         return wanted
     if backend != "auto":
@@ -132,8 +130,7 @@ def _register_triton(name: str) -> None:
 
 
 for _name in _schemas.SCHEMAS:
-    if _name not in _schemas.WITHOUT["triton"]:
-        _register_triton(_name)
+    _register_triton(_name)
 
 
 def register_eager(name: str, function) -> None:
@@ -156,6 +153,8 @@ def info() -> dict:
         native["isa"] = cpu_isa()
         native["threads"] = torch.get_num_threads()
     triton_reason = unavailable_reason("triton", "cuda" if torch.cuda.is_available() else "cpu")
+    missing = {"native": NATIVE_MISSING, "triton": triton_reason, "eager": None}
+    running = [name for name, reason in missing.items() if reason is None]
     return {
         "specdec_kernels": __version__,
         "torch": torch.__version__,
@@ -168,18 +167,7 @@ def info() -> dict:
             "triton": {"available": triton_reason is None, "reason": triton_reason},
             "eager (plain torch)": {"available": True, "reason": None},
         },
-        "ops": {
-            op: [
-                b
-                for b in NAMES[1:]
-                if b == "eager"
-                or (
-                    (NATIVE_MISSING if b == "native" else triton_reason) is None
-                    and op not in _schemas.WITHOUT.get(b, ())
-                )
-            ]
-            for op in _schemas.SCHEMAS
-        },
+        "ops": dict.fromkeys(_schemas.SCHEMAS, running),
     }
 
 

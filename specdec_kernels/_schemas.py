@@ -55,9 +55,6 @@ FILTER_ORDERS = ("hf", "vllm", "joint")
 RULES = ("token", "block", "coupled")
 TREE_RULES = ("target_only", "recursive", "traversal", "greedy_draft")
 
-WITHOUT = {"triton": ("verify_tree", "schedule_lengths")}
-"""Ops that a backend does not have yet."""
-
 SUFFIXES = {"native": "", "triton": "_triton", "eager": "_eager"}
 
 library = torch.library.Library(NAMESPACE, "DEF")
@@ -68,8 +65,6 @@ def _no_outputs(*args, **kwargs) -> None:
 
 
 for _op, _schema in SCHEMAS.items():
-    for _backend, _suffix in SUFFIXES.items():
-        if _op in WITHOUT.get(_backend, ()):
-            continue
+    for _suffix in SUFFIXES.values():
         library.define(f"{_op}{_suffix}{_schema}", tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"{NAMESPACE}::{_op}{_suffix}", _no_outputs, lib=library)

@@ -99,6 +99,8 @@ EVERYWHERE = (
     "verify_chain bfloat16",
     "verify_chain bfloat16 V=151936",
     "verify_chain bfloat16 block",
+    "verify_tree bfloat16 target_only",
+    "verify_tree bfloat16 traversal",
 )
 """Variants compiled for each architecture; the others for sm_90 alone, as compiling takes a second or two each."""
 TABLE = Path(__file__).with_name("triton_usage.json")
@@ -127,6 +129,15 @@ def _calls() -> dict:
             draft_probs=torch.zeros(B * K, V), max_draft=K, backend="triton", logprobs=1,
         )  # fmt: skip
 
+    def tree(dtype, rule, **options):
+        target, q = torch.zeros(B * (K + 1), V, dtype=dtype), torch.zeros(B * K, V, dtype=dtype)
+        if rule != "target_only":
+            options |= {"draft_logits": q, "draft_params": params}
+        parents = torch.zeros(B * K, dtype=torch.int64)
+        sk.verify_tree(
+            target, drafts, parents, cu, params, position, rule=rule, max_depth=K, backend="triton", **options
+        )
+
     bf16, f32 = torch.bfloat16, torch.float32
     call = functools.partial
     return {
@@ -148,6 +159,18 @@ def _calls() -> dict:
         "verify_chain float32 block saved nucleus": call(chain, f32, rule="block", draft_nucleus=saved),
         "verify_chain bfloat16 V=1": call(chain, bf16, 1),
         "verify_chain probs": probs,
+        "verify_tree bfloat16 target_only": call(tree, bf16, "target_only", logprobs=1, return_nucleus=True),
+        "verify_tree bfloat16 recursive": call(tree, bf16, "recursive", replacement=True),
+        "verify_tree bfloat16 traversal": call(tree, bf16, "traversal", replacement=False),
+        "verify_tree float32 traversal": call(tree, f32, "traversal", replacement=False),
+        "verify_tree float32 traversal saved nucleus": call(
+            tree, f32, "traversal", replacement=False, draft_nucleus=saved
+        ),
+        "verify_tree bfloat16 greedy_draft": call(tree, bf16, "greedy_draft"),
+        "schedule_lengths 256": call(
+            sk.schedule_lengths, torch.zeros(32, 8), steps_per_second=torch.zeros(400), backend="triton"
+        ),
+        "schedule_lengths 4096": call(sk.schedule_lengths, torch.zeros(512, 8), budget=99, backend="triton"),
     }
 
 

@@ -55,7 +55,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _check(kind: str, pointers, mask) -> np.ndarray:
     """The addresses that an access touches; all of them belong to one tensor of the launch, or it is an error."""
-    touched = pointers.data[mask.data] if mask is not None else pointers.data.reshape(-1)
+    touched = pointers.data[mask.data.astype(bool)] if mask is not None else pointers.data.reshape(-1)
     if touched.size:
         size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
         low, high = int(touched.min()), int(touched.max()) + size

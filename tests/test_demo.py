@@ -10,7 +10,7 @@ import torch
 from tests.smollm2_fixture import smollm2, transformers
 
 import specdec_kernels  # isort: skip
-from specdec_kernels.demo import compare, smollm2 as loader  # isort: skip
+from specdec_kernels.demo import compare, rules, smollm2 as loader  # isort: skip
 from specdec_kernels.demo.__main__ import main  # isort: skip
 
 
@@ -83,10 +83,8 @@ def test_speedups_are_paired():
     assert text.splitlines()[2:] == ["a           1", "long name  22"]
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("draft", [False, True])
-def test_demo_end_to_end(draft, tmp_path, capsys):
-    """Every option on a tiny random model that speaks the real tokenizer."""
+def tiny_model(tmp_path) -> str:
+    """A tiny random model that speaks the real tokenizer."""
     _, tokenizer = smollm2()
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -95,7 +93,14 @@ def test_demo_end_to_end(draft, tmp_path, capsys):
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
     tokenizer.save_pretrained(tmp_path / "tiny")
-    tiny = str(tmp_path / "tiny")
+    return str(tmp_path / "tiny")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("draft", [False, True])
+def test_demo_end_to_end(draft, tmp_path, capsys):
+    """Every option of the comparison with transformers."""
+    tiny = tiny_model(tmp_path)
     report = tmp_path / "report.json"
     main(
         ["--target", tiny, "--tokens", "12", "--rounds", "2", "--seconds", "3", "--json", str(report)]
@@ -110,6 +115,40 @@ def test_demo_end_to_end(draft, tmp_path, capsys):
     for part in ("speed-up", "tokens per target call", "streamed", "same seed with and without"):
         assert part in text
     assert "identical" in text or "none of them drafted: nothing is shown" in text
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("draft", [False, True])
+def test_rules_side_by_side(draft, tmp_path, capsys):
+    """Every rule on the same prompts, and the figures it is chosen by. A drafter that is the target itself is always right."""
+    tiny = tiny_model(tmp_path)
+    report = tmp_path / "report.json"
+    main(
+        ["--rules", "--target", tiny, "--tokens", "12", "--num-draft", "2", "--rounds", "1", "--json", str(report)]
+        + (["--draft", tiny, "--prompt", "a b c"] if draft else ["--layers", "1"])
+    )
+    text = capsys.readouterr().out
+    assert text.count("all prompts") == 3 and text.count("coupled") == 3 * (2 if draft else 4)
+    for cell in json.loads(report.read_text()):
+        assert set(cell["rules"]) == {"plain", "token", "block", "coupled"}
+        for name, runs in cell["rules"].items():
+            stats = runs["stats"][0]
+            assert stats["tokens"] == 12 and stats["accepted"] == stats["drafted"] == (0 if name == "plain" else 8 - 1)
+
+
+def test_first_layers_are_the_target_s():
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(7)[None]
+    assert torch.equal(rules.first_layers(model, 3)(ids).logits, model(ids).logits)
+    hidden = model(ids, output_hidden_states=True).hidden_states[2]
+    want = model.lm_head(model.model.norm(hidden))
+    assert torch.allclose(rules.first_layers(model, 2)(ids).logits, want, atol=1e-6)
+    with pytest.raises(ValueError, match=r"count must be in \[1, 3\], got 4"):
+        rules.first_layers(model, 4)
 
 
 def test_verdict_tells_texts_apart():

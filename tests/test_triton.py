@@ -10,6 +10,7 @@ from bench import _gpu_checks
 from tests.cases import Tally, assert_same_bits, compare, make_call, make_params, make_rows
 from tests.conftest import available
 from tests.interpreter import watching
+from tests.tree_cases import make_tree_call
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,7 @@ SOME = [(0.8, 0.9, 0, 0.0), (1.0, 0.95, 50, 0.0), (0.9, 1.0, 0, 0.02)]
 
 def test_at_most_two_launches():
     call = make_call(vocab=300, filters=SOME, lengths=[2, 0, 1])
+    tree = make_tree_call(vocab=300, rule="traversal", replacement=False, filters=SOME)
     rows, params = call.target[:3], call.params
     for run, kernels in (
         (lambda: sk.nucleus(rows, params, backend="triton"), ["nucleus_kernel"]),
@@ -30,6 +32,11 @@ def test_at_most_two_launches():
         (lambda: call.run("triton"), ["decide_kernel", "emit_kernel"]),
         (lambda: call.but(rule="block").run("triton"), ["decide_kernel", "emit_kernel"]),
         (lambda: call.but(rule="coupled").run("triton"), ["decide_kernel", "emit_kernel"]),
+        (lambda: tree.run("triton"), ["walk_kernel", "leaf_kernel"]),
+        (
+            lambda: sk.schedule_lengths(torch.rand(3, 4), budget=5, backend="triton"),
+            ["schedule_lengths_kernel"],
+        ),
     ):
         with watching() as watch:
             run()
@@ -73,6 +80,29 @@ def test_bytes_of_a_step():
         assert (rows[a + 1 :] == 0).all() and (q_rows[a + 1 :] == 0).all()
 
 
+def test_bytes_of_a_tree():
+    """`target_only`: the rows of the path once each, nothing of the others. `recursive`: the same of the draft rows."""
+    vocab, tree = 32_000, [0, 0, 1, 1, 2, 2]
+    for rule in ("target_only", "recursive"):
+        replacement = None if rule == "target_only" else True
+        call = make_tree_call(
+            "lm", vocab, torch.bfloat16, rule, replacement, trees=[tree] * 2, filters=SOME[:1] * 2, noise=0.3, seed=4
+        )
+        watched = [call.target] + ([] if rule == "target_only" else [call.options["draft_logits"]])
+        with watching(*watched) as watch:
+            out = call.run("triton")
+        assert out.num_accepted.max() > 0
+        for b in range(2):
+            path = [0, *out.path[b, : int(out.num_accepted[b])].tolist()]
+            for i in range(len(watched)):
+                reads = watch.reads(i).sum(1)[7 * b : 7 * b + 7] / vocab
+                on_path = torch.zeros(7, dtype=torch.bool)
+                on_path[path] = True
+                if i == 1:
+                    on_path[3:] = False  # leaves have no children to draw
+                assert ((reads[on_path] >= 1) & (reads[on_path] < 1.2)).all() and (reads[~on_path] == 0).all()
+
+
 def test_a_saved_nucleus_spares_the_draft_rows():
     call = make_call(kind="lm", vocab=32_000, q="nucleus", filters=SOME[:1] * 2, lengths=[2, 2])
     with watching(call.options["draft_logits"]) as watch:
@@ -93,6 +123,11 @@ def test_programs_in_any_order(seed):
         want = call.run("triton")
         with _gpu_checks.forced_splits(4, 2), watching(order=seed):
             assert_same_bits(call.run("triton"), want, f"{kind} {rule}")
+    for rule, replacement in (("target_only", None), ("traversal", False)):
+        tree = make_tree_call("normal", 9000, rule=rule, replacement=replacement, filters=SOME, seed=seed)
+        want = tree.run("triton")
+        with _gpu_checks.forced_splits(4, 2), watching(order=seed):
+            assert_same_bits(tree.run("triton"), want, rule)
     rows = make_rows("lm", 3, 9000)
     want = sk.sample(rows, make_params(SOME), logprobs=1, backend="triton")
     with _gpu_checks.forced_splits(4, 4), watching(order=seed):
@@ -110,6 +145,12 @@ def test_counters_return_to_zero(monkeypatch):
             kind="hostile", vocab=300, rule=("token", "block", "coupled")[seed % 3], filters=SOME, seed=seed
         )
         for variant in (call, call.but(emit_bonus=call.options["rule"] == "block"), call.but(max_draft=1)):
+            variant.run("triton")
+            assert not kept.counters.any()
+        tree = make_tree_call(
+            "hostile", 300, rule="recursive", replacement=seed == 1, filters=SOME, seed=seed, trees=[[0, 0], [], [0, 1]]
+        )
+        for variant in (tree, tree.but(max_depth=0)):
             variant.run("triton")
             assert not kept.counters.any()
         sk.sample(call.target[:3], call.params, backend="triton")

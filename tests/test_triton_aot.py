@@ -30,20 +30,23 @@ def usage(request):
 
 def test_kernels_fit_their_multiprocessor(usage):
     """No register is spilled (Triton 3.6: a dozen at most), blocks of 256 threads fit twice, shared memory is a fraction of
-    what any GPU has."""
+    what any GPU has. A tree's walk and a sort, of which there are few programs, may fill a multiprocessor."""
     architecture, kernels = usage
     assert len(kernels) >= 6
     for name, used in kernels.items():
         assert used["spills"] <= (0 if RECENT else 64), f"{architecture} {name}"
-        assert used["registers"] * 256 * 2 <= 65536, f"{architecture} {name}"
-        assert used["shared"] <= 16384, f"{architecture} {name}"
+        alone = name.startswith(("walk_kernel", "schedule_lengths_kernel"))
+        assert used["registers"] * 256 * (1 if alone else 2) <= 65536, f"{architecture} {name}"
+        assert used["shared"] <= (49152 if alone else 16384), f"{architecture} {name}"
 
 
 def test_scans_load_sixteen_bytes(usage):
     """Rows that are aligned are read 16 bytes at a time. (What is not: rows of odd length, of one token, and no scan at all.)"""
     _, kernels = usage
     for name, used in kernels.items():
-        scans = name.startswith(("nucleus", "decide")) and not name.endswith(("unaligned", "V=1", "verify_chain probs"))
+        scans = name.startswith(("nucleus", "decide", "walk")) and not name.endswith(
+            ("unaligned", "V=1", "verify_chain probs")
+        )
         if scans:
             assert used["wide_loads"] >= 2, name
 

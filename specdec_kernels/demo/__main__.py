@@ -12,7 +12,7 @@ import torch
 
 from .. import info
 from ..decoding import Drafter, DraftModelDrafter, PromptLookupDrafter
-from . import compare, smollm2
+from . import compare, rules, smollm2
 from .prompts import PROMPTS
 
 _SAMPLED = compare.Mode(0.8, 0.9)
@@ -24,6 +24,14 @@ def _arguments(argv) -> argparse.Namespace:
     parser.add_argument("--target", help=f"hub id or path of a causal LM (default: {smollm2.NAME})")
     parser.add_argument(
         "--draft", help="hub id or path of a smaller model with the same tokenizer (default: prompt lookup)"
+    )
+    parser.add_argument(
+        "--rules", action="store_true", help="compare the verification rules instead, with sampled drafts"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help="with --rules and without --draft: the target's first layers that draft (default: all but 2)",
     )
     parser.add_argument("--tokens", type=int, default=80, help="new tokens per run")
     parser.add_argument("--num-draft", type=int, default=5, help="most drafts per step")
@@ -55,6 +63,45 @@ def _encode(tokenizer, message: str) -> torch.Tensor:
     return tokenizer(message, return_tensors="pt").input_ids
 
 
+def _compare_rules(options, model, tokenizer, prompts: dict[str, torch.Tensor]) -> None:
+    if options.draft:
+        draft, method = _load(options.draft)[0], options.draft
+    else:
+        count = options.layers or max(1, model.config.num_hidden_layers - 2)
+        draft = rules.first_layers(model, count)
+        method = f"the target's first {count} of {model.config.num_hidden_layers} layers, untrained: for acceptance, not speed"
+    comparison = rules.RuleComparison(model, DraftModelDrafter(draft), options.num_draft)
+    comparison.warmup(next(iter(prompts.values())))
+    print(f"drafts    {options.num_draft} per step by {method}\n", flush=True)
+    modes = (compare.Mode(), _SAMPLED, compare.Mode(1.0))
+    cells = {(key, mode): {} for key in prompts for mode in modes}
+    begin = perf_counter()
+    for index, ((key, mode), into) in enumerate(cells.items()):
+        deadline, done = begin + options.seconds * (index + 1) / len(cells), 0
+        while done < options.rounds and (done == 0 or perf_counter() < deadline):
+            comparison.round(prompts[key], mode, options.tokens, _SEED + done, into)
+            done += 1
+        print(f"{key}, {mode.label} ({done} paired round{'s' if done > 1 else ''})")
+        print(rules.rule_table(into), "\n", flush=True)
+    for mode in modes:
+        total: dict[str, compare.Measurement] = {}
+        for key in prompts:
+            for name, cell in cells[key, mode].items():
+                total.setdefault(name, compare.Measurement()).extend(cell)
+        print(f"all prompts, {mode.label}")
+        print(rules.rule_table(total), "\n", flush=True)
+    if options.json:
+        options.json.write_text(
+            json.dumps(
+                [
+                    {"prompt": key, "mode": mode.label, "rules": {n: m.to_dict() for n, m in into.items()}}
+                    for (key, mode), into in cells.items()
+                ],
+                indent=1,
+            )
+        )
+
+
 def main(argv=None) -> None:
     options = _arguments(argv)
     import transformers
@@ -68,6 +115,12 @@ def main(argv=None) -> None:
     begin = perf_counter()
     model, tokenizer = _load(options.target)
     name = options.target or smollm2.NAME
+    given = {"given prompt": (options.prompt, True)} if options.prompt else PROMPTS
+    prompts = {key: _encode(tokenizer, message) for key, (message, _) in given.items()}
+    if options.rules:
+        print(f"model     {name}, {model.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+        _compare_rules(options, model, tokenizer, prompts)
+        return
     drafter: Drafter
     if options.draft:
         draft_model, _ = _load(options.draft)
@@ -77,8 +130,6 @@ def main(argv=None) -> None:
         drafter, peer = PromptLookupDrafter(), {"prompt_lookup_num_tokens": options.num_draft}
         method = "prompt lookup"
     comparison = compare.Comparison(model, drafter, peer, options.num_draft)
-    given = {"given prompt": (options.prompt, True)} if options.prompt else PROMPTS
-    prompts = {key: _encode(tokenizer, message) for key, (message, _) in given.items()}
     comparison.warmup(next(iter(prompts.values())))
     native = info()["backends"]["native (CPU)"]
     print(f"model     {name}, {model.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 from time import perf_counter
 
@@ -54,6 +54,10 @@ class Measurement:
     def rates(self) -> list[float]:
         """Tokens per second of each round, prefill included."""
         return [n / s for n, s in zip(self.tokens, self.seconds, strict=True)]
+
+    def extend(self, other: Measurement) -> None:
+        for f in fields(self):
+            getattr(self, f.name).extend(getattr(other, f.name))
 
     def to_dict(self) -> dict:
         return {

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ._numerics import INF, LEAST_NORMAL, LOG2E, exp2_neg, exponential, log_pos, noise_words, uniform
-from ._row import LOOK, list_active, listed, load_maxima
+from ._row import list_active, listed
 
 RACE_TOKENS = tl.constexpr(1024)  # raced at once
 KIND_LOGITS = tl.constexpr(0)
@@ -106,41 +106,18 @@ def draft_prob(token, mask, row, column_map, width, cutoff, row_max, log_mass, s
 
 
 @triton.jit
-def excess_mass(
-    p_row, vocab, cutoff, row_max, log_mass, scale, weight,
-    q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, space, active,
-    P_KIND: tl.constexpr, Q_KIND: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
-):  # fmt: skip
-    """Sum of max(0, weight * p - q) over a row. Logits are read where their subtile reaches the cutoff (the list goes to
-    `active`, MAXIMA entries), q where p > 0. In a fixed order, so every program that asks gets the same bits."""
-    count = tl.cdiv(vocab, SUB)
-    if P_KIND == KIND_LOGITS:
-        count = list_active(load_maxima(space, vocab, SUB, MAXIMA), tl.arange(0, MAXIMA), cutoff, active)
-    total = tl.zeros([LOOK], tl.float32)
-    for j in range(0, tl.cdiv(count * SUB, LOOK)):
-        place = j * LOOK + tl.arange(0, LOOK)
-        token = place
-        if P_KIND == KIND_LOGITS:
-            token = listed(active, place // SUB, count) * SUB + place % SUB
-        mask = (place < count * SUB) & (token < vocab)
-        z = tl.load(p_row + token, mask=mask, other=-INF).to(tl.float32)
-        p = target_prob(z, cutoff, row_max, log_mass, scale, P_KIND)
-        q = draft_prob(token, p > 0.0, q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, Q_KIND)
-        total += tl.maximum(p * weight - q, 0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
 def race_share(
     p_row, p_map, p_width, vocab, cutoff, row_max, inverse, log_mass, scale, greedy,
     residual, q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, q_one_hot, x, weight,
-    seed, position, tag, below, space, split, splits,
+    seed, position, tag, below, taken, num_taken, space, split, splits,
     P_KIND: tl.constexpr, Q_KIND: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """(best key or 0, of those below `below` if that is not None; whether a NaN was seen) of part `split` of `splits` of the target ids, SHARE subtiles at a time.
+    """(best key or 0, of those below `below` if that is not None; whether a NaN was seen) of part `split` of `splits` of the
+    target ids, SHARE subtiles at a time.
 
     p is `p_row` by its kind; without a map and for logits only subtiles that reach the cutoff are read. Where `residual`,
-    tokens race by max(0, weight * p - q), and by p in case that leaves none; q is one-hot at x if `q_one_hot` or `q_row` is None.
+    tokens race by max(0, weight * p - q); q is one-hot at x if `q_one_hot` or `q_row` is None. The `num_taken` tokens at
+    `taken`, if that is not None, do not race. In case all of that leaves none, every token races by p.
     """
     R: tl.constexpr = RACE_TOKENS // SUB if SUB < RACE_TOKENS else 1
     best = tl.zeros([], tl.int64)
@@ -173,6 +150,10 @@ def race_share(
                     # In the order of the values: a difference to the maximum may round two alike. -0 equals 0.
                     log_w = tl.where((z >= cutoff) & (z > -INF), tl.where(z == 0.0, 0.0, z), -INF)
             preferred = tl.zeros([R, SUB], tl.int1)
+            if taken is not None:
+                preferred = token >= 0
+                for e in range(0, num_taken):
+                    preferred = preferred & (token != tl.load(taken + e))
             if residual:
                 p = target_prob(z, cutoff, row_max, log_mass, scale, P_KIND)
                 q = (token == x).to(tl.float32)
@@ -182,7 +163,10 @@ def race_share(
                             token, mask & (p > 0.0), q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, Q_KIND
                         )  # fmt: skip
                 p = p * weight
-                preferred = p > q
+                more = p > q
+                if taken is not None:
+                    more = more & preferred
+                preferred = more
                 log_w = tl.where(preferred, log_of(p - q), log_w)
             score = log_w
             if not greedy:

@@ -40,7 +40,7 @@ def sample_kernel(
             key, _ = race_share(
                 row, target_to_draft, width, vocab, c, m, inverse, mass, scale, greedy,
                 False, None, None, 0, c, m, mass, scale, False, -1, 1.0,
-                x, at, tag, None, own, split, splits, KIND_LOGITS, KIND_LOGITS, SUB, MAXIMA, SHARE,
+                x, at, tag, None, None, 0, own, split, splits, KIND_LOGITS, KIND_LOGITS, SUB, MAXIMA, SHARE,
             )  # fmt: skip
             if key > 0:
                 tl.atomic_max(best + n, key, sem="relaxed")
@@ -51,7 +51,7 @@ def sample_kernel(
                 key, _ = race_share(
                     row, target_to_draft, width, vocab, low, m, inverse, mass, scale, greedy,
                     False, None, None, 0, c, m, mass, scale, False, -1, 1.0,
-                    x, at, tag, key, own, split, splits, KIND_LOGITS, KIND_LOGITS, SUB, MAXIMA, SHARE,
+                    x, at, tag, key, None, 0, own, split, splits, KIND_LOGITS, KIND_LOGITS, SUB, MAXIMA, SHARE,
                 )  # fmt: skip
                 tl.store(best + (n * splits + split) * SAMPLES + j, key)
     tl.debug_barrier()

@@ -26,7 +26,6 @@ from ._race import (
     STREAM_SAMPLE,
     accept_coin,
     column_of,
-    excess_mass,
     log_of,
     log_probability,
     probability,
@@ -44,14 +43,21 @@ from ._row import (
     space_of,
     temperature_of,
 )
+from ._verify import (
+    STATUS_BAD_OFFSETS,
+    STATUS_BAD_Q_ROW,
+    STATUS_BITS,
+    STATUS_PLACEHOLDER,
+    STATUS_ZERO_Q,
+    accepts,
+    draft_row,
+    excess_mass,
+    load_nucleus,
+    store_nucleus,
+)
 
 RULE_BLOCK = tl.constexpr(1)
 RULE_COUPLED = tl.constexpr(2)
-STATUS_ZERO_Q = tl.constexpr(4)
-STATUS_BAD_Q_ROW = tl.constexpr(8)
-STATUS_PLACEHOLDER = tl.constexpr(16)
-STATUS_BAD_OFFSETS = tl.constexpr(32)
-STATUS_BITS = tl.constexpr(6)
 FROM_RESIDUAL = tl.constexpr(64)  # beside the status bits: the row emits from max(0, weight * p - q)
 
 
@@ -65,29 +71,6 @@ def _chain_of(cu, b, D, R, K):
     count = tl.minimum(tl.minimum(end - start, K), R - 1 - start - b)
     count = tl.maximum(count, -1)
     return start, count, (count < 0) | (start != asked) | (start + count != past)
-
-
-@triton.jit
-def _draft_row(j, draft_rows, num_draft_rows, rows):
-    """Row of the draft matrix behind draft j, or -1."""
-    row = j
-    if draft_rows is not None:
-        row = tl.load(draft_rows + j, mask=j < num_draft_rows, other=-1).to(tl.int64)
-    return tl.where((row >= 0) & (row < rows), row, -1)
-
-
-@triton.jit
-def _store_nucleus(nuclei, n, cutoff, row_max, log_mass):
-    tl.store(nuclei + 3 * n, cutoff)
-    tl.store(nuclei + 3 * n + 1, row_max)
-    tl.store(nuclei + 3 * n + 2, log_mass)
-
-
-@triton.jit
-def _load_nucleus(nuclei, n):
-    cutoff = tl.load(nuclei + 3 * n, cache_modifier=".cg")
-    row_max = tl.load(nuclei + 3 * n + 1, cache_modifier=".cg")
-    return cutoff, row_max, tl.load(nuclei + 3 * n + 2, cache_modifier=".cg")
 
 
 @triton.jit
@@ -135,7 +118,7 @@ def _decide(
                     later = i < 0
                     if RULE == RULE_BLOCK:
                         later = _by_block(greedy, q_greedy, draft, Q_PROBS)
-                    accepted = (p > 0.0) & (later | (p >= q) | (coin * q < p))
+                    accepted = accepts(coin, p, q) | (later & (p > 0.0))
                     status |= tl.where(accepted & (not later), 0, FROM_RESIDUAL)
     return status, accepted & ((status & STATUS_EMPTY_ROW) == 0), p, q
 
@@ -176,12 +159,12 @@ def _block_end(
         failed = coin >= w
         if (w < 1.0) & (coin < w):
             if (tl.load(row_status + (r + n)) & FROM_RESIDUAL) != 0:
-                c, m, mass = _load_nucleus(p_nucleus, r + n)
-                q_c, q_m, q_mass = _load_nucleus(q_nucleus, r + n)
-                q_row = _draft_row(start + n, draft_rows, num_draft_rows, draft_height)
+                c, m, mass = load_nucleus(p_nucleus, r + n)
+                q_c, q_m, q_mass = load_nucleus(q_nucleus, r + n)
+                q_row = draft_row(start + n, draft_rows, num_draft_rows, draft_height)
                 z = excess_mass(
                     target + (first_row + n) * stride, V, c, m, mass, scale, w,
-                    draft + q_row * draft_stride, target_to_draft, Vd, q_c, q_m, q_mass, q_scale,
+                    draft + q_row * draft_stride, target_to_draft, Vd, q_c, q_m, q_mass, q_scale, False, -1,
                     space_of(space, r + n, MAXIMA), active, P_KIND, Q_KIND, SUB, MAXIMA,
                 )  # fmt: skip
                 failed = coin * (z + (1.0 - w)) >= z
@@ -237,7 +220,7 @@ def decide_kernel(
     q_slot = slot
     if draft is not None:
         if i < count:
-            q_row = _draft_row(j, draft_rows, num_draft_rows, draft_height)
+            q_row = draft_row(j, draft_rows, num_draft_rows, draft_height)
         if not Q_PROBS:
             q_slot = slot_of(b, None, q_slots, num_q_slots, num_q_params)
             q_greedy, _, q_scale = temperature_of(q_temperature + q_slot)
@@ -260,10 +243,10 @@ def decide_kernel(
         if SIDES == 2:
             r = tl.where(side == 0, row, B * (K + 1) + b * K + i)
             space = space_of(space, r, MAXIMA)
-            draft_row = draft + tl.maximum(q_row, 0) * draft_stride
+            q_logits = draft + tl.maximum(q_row, 0) * draft_stride
             nan = tl.zeros([], tl.int32)
             if side == 1:
-                nan = scan_share(draft_row, Vd, split, splits, q_scale, True, space, Q_TILE, SUB, MAXIMA)
+                nan = scan_share(q_logits, Vd, split, splits, q_scale, True, space, Q_TILE, SUB, MAXIMA)
                 f_p, f_k, f_m = tl.load(q_top_p + q_slot), tl.load(q_top_k + q_slot), tl.load(q_min_p + q_slot)
             elif not T_PROBS:
                 nan = scan_share(target_row, V, split, splits, scale, not greedy, space, P_TILE, SUB, MAXIMA)
@@ -272,7 +255,7 @@ def decide_kernel(
                 return
             if (side == 1) | (not T_PROBS):
                 c, m, mass = nucleus_of(
-                    (target_row, V, draft_row, Vd, side == 1), tl.where(side == 1, Vd, V), greedy,
+                    (target_row, V, q_logits, Vd, side == 1), tl.where(side == 1, Vd, V), greedy,
                     tl.where(side == 1, q_scale, scale), f_p, f_k, f_m, space, ORDER, SUB, MAXIMA,
                 )  # fmt: skip
         else:
@@ -290,26 +273,26 @@ def decide_kernel(
     q_m = tl.zeros([], tl.float32) - INF
     q_mass = tl.zeros([], tl.float32)
     if side == 0:
-        _store_nucleus(p_nucleus, row, c, m, mass)
+        store_nucleus(p_nucleus, row, c, m, mass)
         tl.store(row_status + row, status)
     else:
         q_c = c
         q_m = tl.where(seen, -INF, m)  # a row with a NaN cannot be used
         q_mass = mass
-        _store_nucleus(q_nucleus, row, q_c, q_m, q_mass)
+        store_nucleus(q_nucleus, row, q_c, q_m, q_mass)
     if both:
         tl.debug_barrier()
         if tl.atomic_add(sides + row, 1) == 0:
             return
-        q_c, q_m, q_mass = _load_nucleus(q_nucleus, row)
-        c, m, mass = _load_nucleus(p_nucleus, row)
+        q_c, q_m, q_mass = load_nucleus(q_nucleus, row)
+        c, m, mass = load_nucleus(p_nucleus, row)
         status = tl.load(row_status + row, cache_modifier=".cg")
     if draft_cutoff is not None:
         saved = (i < count) & (j < num_saved)
         q_c = tl.load(draft_cutoff + j, mask=saved, other=0.0)
         q_m = tl.load(draft_row_max + j, mask=saved, other=-INF)
         q_mass = tl.load(draft_log_mass + j, mask=saved, other=0.0)
-        _store_nucleus(q_nucleus, row, q_c, q_m, q_mass)
+        store_nucleus(q_nucleus, row, q_c, q_m, q_mass)
 
     anchor = tl.zeros([], tl.int64)
     if position is not None:
@@ -402,14 +385,14 @@ def emit_kernel(
         if draft is not None:
             q_row = draft
             if residual:
-                q_row = draft + _draft_row(start + i, draft_rows, num_draft_rows, draft_height) * draft_stride
+                q_row = draft + draft_row(start + i, draft_rows, num_draft_rows, draft_height) * draft_stride
         x = tl.load(draft_tokens + start + i, mask=i < count, other=-1).to(tl.int64)
-        c, m, mass = _load_nucleus(p_nucleus, row)
-        q_c, q_m, q_mass = _load_nucleus(q_nucleus, row)
+        c, m, mass = load_nucleus(p_nucleus, row)
+        q_c, q_m, q_mass = load_nucleus(q_nucleus, row)
         key, bad = race_share(
             target + (start + b + i) * stride, None, V, V, c, m, inverse, mass, scale, False,
             residual, q_row, target_to_draft, Vd, q_c, q_m, q_mass, q_scale, q_greedy, x, weight,
-            tl.load(seed + slot), anchor + i, STREAM_SAMPLE, None, space_of(space, row, MAXIMA), split, splits,
+            tl.load(seed + slot), anchor + i, STREAM_SAMPLE, None, None, 0, space_of(space, row, MAXIMA), split, splits,
             P_KIND, Q_KIND, SUB, MAXIMA, SHARE,
         )  # fmt: skip
         if key > 0:
