@@ -22,6 +22,7 @@ PACKAGES = [
 ]
 TORCH_TARGET = "0x020b000000000000"  # libtorch 2.11: the oldest release whose stable ABI the sources use
 CPU_SOURCES = [
+    "build_tree",
     "filter_probs",
     "isa_avx2",
     "isa_avx512",

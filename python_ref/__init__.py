@@ -6,6 +6,7 @@ attempt at speed. Use it to test any kernel that filters, verifies or samples: i
 It imports torch and nothing else. In an installed package it is called `specdec_kernels_ref`.
 """
 
+from .build_tree import DraftTree, build_tree
 from .filter_probs import filter_probs
 from .nucleus import Nucleus, NucleusResult, nucleus, row_nucleus, row_probs
 from .params import SamplingParams
@@ -18,6 +19,7 @@ from .verify_tree import TreeResult, verify_tree
 
 __all__ = [
     "ChainLaw",
+    "DraftTree",
     "Nucleus",
     "NucleusResult",
     "SampleResult",
@@ -25,6 +27,7 @@ __all__ = [
     "TreeResult",
     "VerifyResult",
     "accept_probability",
+    "build_tree",
     "chain_law",
     "chain_weights",
     "coin",

@@ -4,6 +4,7 @@ from ._version import __version__  # isort: skip
 
 from . import eager as _eager
 from ._backends import BackendUnavailable, info
+from .build_tree import DraftTree, build_tree
 from .draft_vocab import target_to_draft
 from .filter_probs import filter_probs
 from .nucleus import Nucleus, nucleus
@@ -11,20 +12,30 @@ from .params import RaggedDrafts, SamplingTensors, ragged_from_padded
 from .sample import SampleOutput, sample
 from .schedule_lengths import schedule_lengths
 from .status import Status
-from .trees import Retrieve, parents_from_retrieve, retrieve_from_parents
+from .trees import (
+    Retrieve,
+    StaticTree,
+    parents_from_retrieve,
+    retrieve_from_parents,
+    static_tree,
+    static_tree_tokens,
+)
 from .verify_chain import VerifyOutput, verify_chain
 from .verify_tree import TreeOutput, verify_tree
 
 __all__ = [
     "BackendUnavailable",
+    "DraftTree",
     "Nucleus",
     "RaggedDrafts",
     "Retrieve",
     "SampleOutput",
     "SamplingTensors",
+    "StaticTree",
     "Status",
     "TreeOutput",
     "VerifyOutput",
+    "build_tree",
     "filter_probs",
     "info",
     "nucleus",
@@ -33,6 +44,8 @@ __all__ = [
     "retrieve_from_parents",
     "sample",
     "schedule_lengths",
+    "static_tree",
+    "static_tree_tokens",
     "target_to_draft",
     "verify_chain",
     "verify_tree",

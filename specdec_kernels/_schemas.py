@@ -45,6 +45,10 @@ SCHEMAS = {
     "schedule_lengths": (
         "(Tensor confidence, Tensor? num_draft, Tensor? steps_per_second, int budget, Tensor(a!) lengths) -> ()"
     ),
+    "build_tree": (
+        "(Tensor log_probs, Tensor tokens, Tensor parents, Tensor(a!) node_tokens, Tensor(b!) node_parents, "
+        "Tensor(c!) depth, Tensor(d!) index, Tensor(e!) mask, Tensor(f!) packed_mask) -> ()"
+    ),
     "filter_probs": (
         f"(Tensor logits, {_PARAMS}, Tensor? slots, Tensor? rows, int filter_order, "
         "Tensor(a!) probs, Tensor(b!) status) -> ()"

@@ -1,13 +1,16 @@
-"""Topologies of draft trees: parents, and the retrieve triple of EAGLE and SGLang."""
+"""Topologies of draft trees: parents, the retrieve triple of EAGLE and SGLang, and trees whose shape is fixed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _checks
+from .eager._masks import ancestors, packed
+from .verify_tree import MAX_NODES
 
 
 class Retrieve(NamedTuple):
@@ -82,6 +85,74 @@ def parents_from_retrieve(next_token: Tensor, next_sibling: Tensor) -> Tensor:
             reached.scatter_(1, to, torch.ones_like(to, dtype=torch.bool))
         reached[:, N] = False
     return parent[:, 1:N]
+
+
+class StaticTree(NamedTuple):
+    """A tree whose shape is the same at every step, of n nodes behind the root, node 0: `parents` int64 [n], node numbers ·
+    `depth` int32 [n + 1] · `rank` int64 [n]: which of the candidates of its depth a node is, 0 the likeliest ·
+    `mask` bool [n + 1, n + 1] and `packed_mask` int32 [n + 1, ceil((n + 1) / 32)], as those of `DraftTree`."""
+
+    parents: Tensor
+    depth: Tensor
+    rank: Tensor
+    mask: Tensor
+    packed_mask: Tensor
+
+
+def static_tree(choices: Sequence[Sequence[int]], device: torch.device | str | None = None) -> StaticTree:
+    """The tree of a list of choices as Medusa (2401.10774) writes them: each node by the ranks on its path from the root, so
+    (0, 1) is the second candidate of depth 2 behind the first of depth 1.
+
+    choices: 1 to 128 of them in any order, none twice, each with every node on its path; ValueError names the entry that is
+    wrong. Nodes are numbered by depth, then by their ranks, so siblings are tried by rank. Made on the host, once. B requests
+    are verified with `parents.repeat(B)`, by rule "target_only": top-k candidates are not drawn from q.
+
+    >>> tree = static_tree([(0,), (1,), (0, 0), (0, 1), (1, 0)])
+    >>> tree.parents, tree.rank
+    (tensor([0, 0, 1, 1, 2]), tensor([0, 1, 0, 1, 0]))
+    """
+    op = "static_tree"
+    if not isinstance(choices, (list, tuple)) or not 1 <= len(choices) <= MAX_NODES:
+        _checks.fail(op, "choices", f"a list of 1 to {MAX_NODES} tuples of ranks", choices)
+    known: set[tuple[int, ...]] = set()
+    for i, choice in enumerate(choices):
+        ranks = isinstance(choice, (list, tuple)) and all(type(rank) is int and rank >= 0 for rank in choice)
+        if not ranks or not choice:
+            _checks.fail(op, f"choices[{i}]", "a tuple of ranks, ints >= 0, one or more", choice)
+        if tuple(choice) in known:
+            _checks.fail(op, f"choices[{i}]", "there once", choice)
+        known.add(tuple(choice))
+    for i, choice in enumerate(choices):
+        if len(choice) > 1 and tuple(choice[:-1]) not in known:
+            _checks.fail(op, f"choices[{i}]", f"given with the node above it, {tuple(choice[:-1])}", choice)
+    nodes = sorted(known, key=lambda choice: (len(choice), choice))
+    number = {(): 0, **{choice: node for node, choice in enumerate(nodes, 1)}}
+    parents = torch.tensor([number[choice[:-1]] for choice in nodes])
+    depth, mask = ancestors(parents[None])
+    tree = StaticTree(parents, depth[0], torch.tensor([choice[-1] for choice in nodes]), mask[0], packed(mask[0]))
+    return StaticTree(*(t.to(device) for t in tree))
+
+
+def static_tree_tokens(tree: StaticTree, candidates: Tensor) -> Tensor:
+    """[B, n]: the token of each node of a static tree, from the likeliest ids of each depth. No host sync.
+
+    candidates: int32/int64 [B, D, k], the k likeliest ids that a step's heads give for each depth 1..D, on the tree's device. A
+    node that is deeper than D or of a rank past k gets -1, which `verify_tree` does not accept.
+
+    >>> static_tree_tokens(static_tree([(0,), (1,), (0, 1)]), torch.tensor([[[7, 8], [4, 5]]]))
+    tensor([[7, 8, 5]])
+    """
+    op = "static_tree_tokens"
+    if not isinstance(tree, StaticTree):
+        _checks.fail(op, "tree", "a StaticTree", tree)
+    device = tree.rank.device
+    fits = isinstance(candidates, Tensor) and candidates.dim() == 3 and candidates.dtype in _checks.INDEX_DTYPES
+    if not fits or candidates.device != device or candidates.shape[1] * candidates.shape[2] == 0:
+        _checks.fail(op, "candidates", f"int32 or int64 [B, D >= 1, k >= 1] on {device}", candidates)
+    D, k = candidates.shape[1:]
+    level = tree.depth[1:].long() - 1
+    tokens = candidates[:, level.clamp_max(D - 1), tree.rank.clamp_max(k - 1)]
+    return torch.where((level < D) & (tree.rank < k), tokens, -1)
 
 
 def _present(parents: Tensor) -> Tensor:

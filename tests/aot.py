@@ -101,6 +101,7 @@ EVERYWHERE = (
     "verify_chain bfloat16 block",
     "verify_tree bfloat16 target_only",
     "verify_tree bfloat16 traversal",
+    "build_tree",
 )
 """Variants compiled for each architecture; the others for sm_90 alone, as compiling takes a second or two each."""
 TABLE = Path(__file__).with_name("triton_usage.json")
@@ -138,6 +139,10 @@ def _calls() -> dict:
             target, drafts, parents, cu, params, position, rule=rule, max_depth=K, backend="triton", **options
         )
 
+    def built(candidates, nodes):
+        drafted = torch.zeros(B, candidates, dtype=torch.int64)
+        sk.build_tree(torch.zeros(B, candidates), drafted, drafted, nodes, backend="triton")
+
     bf16, f32 = torch.bfloat16, torch.float32
     call = functools.partial
     return {
@@ -171,6 +176,8 @@ def _calls() -> dict:
             sk.schedule_lengths, torch.zeros(32, 8), steps_per_second=torch.zeros(400), backend="triton"
         ),
         "schedule_lengths 4096": call(sk.schedule_lengths, torch.zeros(512, 8), budget=99, backend="triton"),
+        "build_tree": call(built, 810, 60),
+        "build_tree C=4096": call(built, 4096, 128),
     }
 
 

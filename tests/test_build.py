@@ -154,7 +154,13 @@ def test_info_command():
     assert run(sys.executable, "-m", "specdec_kernels", "nonsense").returncode == 2
 
 
-@pytest.mark.parametrize("name", ["params", "nucleus", "sample", "verify_chain", "filter_probs"])
+DOCTESTS = (
+    "params", "nucleus", "sample", "filter_probs", "verify_chain", "verify_tree", "build_tree", "trees", "schedule_lengths",
+    "draft_vocab",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOCTESTS)
 def test_doctests(name):
     module = importlib.import_module(f"specdec_kernels.{name}")
     import torch

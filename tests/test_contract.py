@@ -44,6 +44,10 @@ def op_arguments(name: str, full: bool) -> tuple:
     if name == "schedule_lengths":
         given = (torch.tensor([2, 9, -1]), torch.rand(12)) if full else (None, None)
         return (torch.rand(N, 4), *given, -1 if full else 3, i32(N))
+    if name == "build_tree":
+        index = torch.zeros(N, 6, dtype=torch.int32 if full else torch.int64)
+        outputs = (i32(N, 4), i32(N, 4), i32(N, 5), i32(N, 4), torch.zeros(N, 5, 5, dtype=torch.bool), i32(N, 5, 1))
+        return (torch.randn(N, 6), index + torch.arange(6).to(index), index, *outputs)
     B, K, D = N, 2, 4
     target = make_rows("normal", D + B, 40, logits.dtype)
     saved = tuple(opt(t) for t in sk.nucleus(target[:D], make_params([FILTERS[0]] * D)))

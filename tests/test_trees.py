@@ -1,4 +1,4 @@
-"""Topologies of draft trees, converted both ways."""
+"""Topologies of draft trees: converted both ways, and fixed ones."""
 
 import pytest
 import torch
@@ -65,6 +65,94 @@ def test_verify_tree_takes_what_comes_back():
     assert out.path.tolist() == [[2, 5]] and out.tokens.tolist() == [[3, 5, 2]]
 
 
+# --- trees whose shape is fixed -----------------------------------------------------------------------------------------
+
+CHOICES = [(1,), (0, 0), (0,), (0, 2), (0, 0, 1), (2,), (1, 0), (0, 0, 0), (1, 0, 0, 3)]
+
+
+def test_static_tree_by_definition():
+    """Nodes by depth, then by rank; who attends whom by prefixes."""
+    choices = [*CHOICES, (1, 0, 0)]
+    nodes = [(), *sorted(choices, key=lambda c: (len(c), c))]
+    tree = sk.static_tree(choices)
+    assert tree.parents.tolist() == [nodes.index(c[:-1]) for c in nodes[1:]]
+    assert tree.depth.tolist() == [len(c) for c in nodes]
+    assert tree.rank.tolist() == [c[-1] for c in nodes[1:]]
+    assert tree.mask.tolist() == [[c[: len(d)] == d for d in nodes] for c in nodes]
+    assert [[int(x) for x in f"{w:011b}"[::-1]] for (w,) in tree.packed_mask.tolist()] == tree.mask.int().tolist()
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 128])
+def test_static_and_built_trees_agree(n):
+    """The same parents as candidates that are all as likely: the same depths and masks."""
+    choices, count = [()], {}
+    for parent in random_tree(n, n):
+        choices.append((*choices[parent], count.get(parent, 0)))
+        count[parent] = count.get(parent, 0) + 1
+    tree = sk.static_tree(choices[1:])
+    none = torch.zeros(1, n, dtype=torch.int64)
+    built = sk.build_tree(none.float(), none, tree.parents[None], n, backend="eager")
+    assert built.parents[0].tolist() == tree.parents.tolist()
+    for name in ("depth", "mask", "packed_mask"):
+        assert torch.equal(getattr(built, name)[0], getattr(tree, name)), name
+    triple = sk.retrieve_from_parents(tree.parents[None])
+    assert torch.equal(sk.parents_from_retrieve(*triple[1:])[0], tree.parents)
+
+
+def test_static_tree_tokens():
+    choices = [*CHOICES, (1, 0, 0)]
+    tree = sk.static_tree(choices)
+    candidates = torch.arange(2 * 4 * 4).view(2, 4, 4)
+    nodes = sorted(choices, key=lambda c: (len(c), c))
+    want = [[int(candidates[b, len(c) - 1, c[-1]]) for c in nodes] for b in range(2)]
+    assert sk.static_tree_tokens(tree, candidates).tolist() == want
+    assert sk.static_tree_tokens(tree, candidates.int()).dtype == torch.int32
+    compiled = torch.compile(sk.static_tree_tokens, fullgraph=True, backend="aot_eager")
+    assert compiled(tree, candidates).tolist() == want
+    # Fewer depths or ranks than the tree has: the others are no children.
+    some = sk.static_tree_tokens(tree, candidates[:, :3, :2]).tolist()
+    assert some == [[t if len(c) <= 3 and c[-1] < 2 else -1 for c, t in zip(nodes, row, strict=True)] for row in want]
+
+
+def test_a_static_tree_is_verified():
+    """Two requests of one shape: the greedy path through the candidates, as deep as it goes."""
+    tree = sk.static_tree([(0,), (1,), (1, 0), (0, 0), (0, 1), (0, 1, 0)])
+    candidates = torch.tensor([[[3, 5], [4, 6], [2, 0]], [[7, 1], [4, 8], [0, 0]]])
+    tokens = sk.static_tree_tokens(tree, candidates)
+    target = torch.zeros(2, 7, 9)
+    for b, path in enumerate(((3, 6, 2, 8), (1, 4, 5))):
+        node = 0
+        for token in path:
+            target[b, node, token] = 9.0
+            children = [n for n, p in enumerate(tree.parents.tolist(), 1) if p == node and tokens[b, n - 1] == token]
+            node = children[0] if children else node
+    out = sk.verify_tree(
+        target.view(-1, 9), tokens.flatten(), tree.parents.repeat(2), torch.tensor([0, 6, 12], dtype=torch.int32),
+        sk.SamplingTensors.create(0.0, batch_size=2),
+    )  # fmt: skip
+    assert out.tokens.tolist() == [[3, 6, 2, 8], [1, 4, 5, -1]]
+    assert [[n for n in path if n > 0] for path in out.path.tolist()] == [[1, 4, 6], [2, 5]]
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ([], "choices must be a list of 1 to 128 tuples of ranks, got list"),
+        ([(i,) for i in range(129)], "choices must be a list of 1 to 128"),
+        (torch.zeros(2, 1), "choices must be a list .*got float32"),
+        ([(0,), ()], r"choices\[1\] must be a tuple of ranks, ints >= 0, one or more, got tuple \(\)"),
+        ([(0,), 3], r"choices\[1\] must be a tuple of ranks.*got int 3"),
+        ([(0,), (0, -1)], r"choices\[1\] must be a tuple of ranks.*got tuple \(0, -1\)"),
+        ([(0,), (0, True)], r"choices\[1\] must be a tuple of ranks"),
+        ([(0,), (1,), (0,)], r"choices\[2\] must be there once, got tuple \(0,\)"),
+        ([(0,), (1, 2, 0)], r"choices\[1\] must be given with the node above it, \(1, 2\), got tuple \(1, 2, 0\)"),
+    ],
+)
+def test_static_tree_errors_name_the_entry(choices, message):
+    with pytest.raises(ValueError, match="^static_tree: " + message):
+        sk.static_tree(choices)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -87,6 +175,18 @@ def test_verify_tree_takes_what_comes_back():
         (
             lambda: sk.retrieve_from_parents(torch.zeros(3, dtype=torch.int64)),
             r"parents must be int32 or int64 \[B, N - 1\]",
+        ),
+        (
+            lambda: sk.static_tree_tokens([(0,)], torch.zeros(1, 1, 1).int()),
+            "tree must be a StaticTree, got list",
+        ),
+        (
+            lambda: sk.static_tree_tokens(sk.static_tree([(0,)]), torch.zeros(1, 1).int()),
+            r"candidates must be int32 or int64 \[B, D >= 1, k >= 1\] on cpu, got int32 \[1, 1\]",
+        ),
+        (
+            lambda: sk.static_tree_tokens(sk.static_tree([(0,)]), torch.zeros(1, 0, 1).int()),
+            "candidates must be",
         ),
     ],
 )

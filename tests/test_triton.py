@@ -24,7 +24,7 @@ SOME = [(0.8, 0.9, 0, 0.0), (1.0, 0.95, 50, 0.0), (0.9, 1.0, 0, 0.02)]
 def test_at_most_two_launches():
     call = make_call(vocab=300, filters=SOME, lengths=[2, 0, 1])
     tree = make_tree_call(vocab=300, rule="traversal", replacement=False, filters=SOME)
-    rows, params = call.target[:3], call.params
+    rows, params, drafts = call.target[:3], call.params, torch.zeros(3, 40, dtype=torch.int64)
     for run, kernels in (
         (lambda: sk.nucleus(rows, params, backend="triton"), ["nucleus_kernel"]),
         (lambda: sk.sample(rows, params, backend="triton"), ["nucleus_kernel", "sample_kernel"]),
@@ -37,6 +37,7 @@ def test_at_most_two_launches():
             lambda: sk.schedule_lengths(torch.rand(3, 4), budget=5, backend="triton"),
             ["schedule_lengths_kernel"],
         ),
+        (lambda: sk.build_tree(torch.zeros(3, 40), *[drafts] * 2, 9, backend="triton"), ["build_tree_kernel"]),
     ):
         with watching() as watch:
             run()
