@@ -25,6 +25,8 @@ from tests.cases import (
     make_params,
     make_rows,
 )
+from tests.tree_cases import RULES as TREE_RULES
+from tests.tree_cases import make_tree_call
 
 
 class Skipped(Exception):
@@ -40,6 +42,15 @@ def to(value, device: torch.device):
     if isinstance(value, sk.Nucleus):
         return sk.Nucleus(*(to(t, device) for t in value))
     return value
+
+
+def on_tree(call, device: torch.device):
+    """A test call of `verify_tree` with its tensors on `device` and max_depth given, which CUDA tensors need."""
+    fields_ = {
+        name: to(getattr(call, name), device) for name in ("target", "drafts", "parents", "cu", "params", "position")
+    }
+    options = {name: to(value, device) for name, value in call.options.items()}
+    return replace(call, **fields_, options={"max_depth": call.oracle().path.shape[1], **options})
 
 
 def on(call, device: torch.device):
@@ -237,6 +248,71 @@ def row_ops(device: torch.device, backend: str, quick: bool) -> dict:
     return {"rows": tally.total, "undecided": tally.undecided}
 
 
+def trees(device: torch.device, backend: str, quick: bool) -> dict:
+    """`verify_tree` by every rule against the oracle, and twice the same bits; `build_tree` and `schedule_lengths` as on the CPU."""
+    tally = Tally()
+    for i, (rule, replacement) in enumerate(TREE_RULES):
+        for kind in KINDS[i :: 6 if quick else 2]:
+            key = {"vocab": 111 if quick else (1000, 32_001)[i % 2], "dtype": DTYPES[i % 3], "seed": i}
+            call = make_tree_call(kind, rule=rule, replacement=replacement, **key)
+            moved = on_tree(call, device)
+            out = moved.run(backend)
+            compare(cpu(out), call.oracle(), tally)
+            assert_same_bits(moved.run(backend), out, rule)
+    tally.assert_few()
+    g = torch.Generator().manual_seed(0)
+    scores, tokens = torch.rand(5, 60, generator=g).log(), torch.randint(99, (5, 60), generator=g)
+    parents = (torch.rand(5, 60, generator=g) * torch.arange(1, 61)).long()
+    built = sk.build_tree(*(t.to(device) for t in (scores, tokens, parents)), 24, backend=backend)
+    assert_same_bits(cpu(built), sk.build_tree(scores, tokens, parents, 24, backend="eager"))
+    curve = 1 / (1 + 0.01 * torch.arange(400).float())
+    lengths = sk.schedule_lengths(scores.exp().to(device), steps_per_second=curve.to(device), backend=backend)
+    assert torch.equal(lengths.cpu(), sk.schedule_lengths(scores.exp(), steps_per_second=curve, backend="eager"))
+    return {"requests": tally.total, "undecided": tally.undecided, "differ": tally.differ}
+
+
+def tree_graph(device: torch.device, backend: str, quick: bool) -> dict:
+    """A graph that builds a tree and verifies it, replayed with other scores, tokens and logits."""
+    if device.type != "cuda":
+        raise Skipped("CUDA graphs need a CUDA device")
+    B, C, n, vocab = 3, 60, 24, 32_000
+    g = torch.Generator(device).manual_seed(0)
+    params = to(sk.SamplingTensors.create(1.0, 0.9, seed=list(range(B))), device)
+    cu = torch.arange(B + 1, dtype=torch.int32, device=device) * n
+    parents = (torch.rand(B, C, generator=g, device=device) * torch.arange(1, C + 1, device=device)).long()
+
+    def inputs():
+        return (
+            torch.rand(B, C, generator=g, device=device).log(), torch.randint(50, (B, C), generator=g, device=device),
+            4 * torch.randn(B * (n + 1), vocab, generator=g, device=device).index_add_(
+                1, torch.arange(50, device=device), torch.full((B * (n + 1), 50), 2.0, device=device)
+            ),
+        )  # fmt: skip
+
+    def step(scores, tokens, target):
+        tree = sk.build_tree(scores, tokens, parents, n, backend=backend)
+        return sk.verify_tree(
+            target, tree.tokens.flatten(), tree.parents.flatten(), cu, params, max_depth=8, backend=backend
+        )
+
+    first, other = inputs(), inputs()
+    want = [step(*values) for values in (first, other)]
+    held = [t.clone() for t in first]
+    step(*held)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(*held)
+    for _ in range(2):
+        for values, expected in zip((first, other), want, strict=True):
+            for into, value in zip(held, values, strict=True):
+                into.copy_(value)
+            graph.replay()
+            assert_same_bits(out[:5], expected[:5], "replay")
+    assert max(int(w.num_accepted.max()) for w in want) > 0
+    return {"replays": 4}
+
+
 CHECKS: tuple[Callable, ...] = (
-    parity, large_rows, row_ops, splits, nan_and_ties, graphs, compiled, past_two_to_the_31,
+    parity, large_rows, row_ops, trees, splits, nan_and_ties, graphs, tree_graph, compiled, past_two_to_the_31,
 )  # fmt: skip
