@@ -6,6 +6,7 @@ attempt at speed. Use it to test any kernel that filters, verifies or samples: i
 It imports torch and nothing else. In an installed package it is called `specdec_kernels_ref`.
 """
 
+from . import lossy
 from .build_tree import DraftTree, build_tree
 from .filter_probs import filter_probs
 from .nucleus import Nucleus, NucleusResult, nucleus, row_nucleus, row_probs
@@ -32,6 +33,7 @@ __all__ = [
     "chain_weights",
     "coin",
     "filter_probs",
+    "lossy",
     "nucleus",
     "philox4x32",
     "race",

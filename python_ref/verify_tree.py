@@ -121,7 +121,7 @@ def picks(coin: float, masses: list[float]) -> int:
     return len(masses)
 
 
-class _Request:
+class Request:
     """One request's tree, rows and random numbers; `margin` and the rows' states are gathered as they are read."""
 
     def __init__(
@@ -227,7 +227,7 @@ def _draft_left(q: Tensor, taken: list[int]) -> tuple[Tensor, Tensor]:
     return (q / mass, 2 * q / mass) if mass > 0 else (q, q)
 
 
-def _greedy(r: _Request) -> tuple[int, int]:
+def greedy_walk(r: Request) -> tuple[int, int]:
     node = 0
     while True:
         token = int(r.row(node).argmax())
@@ -237,7 +237,7 @@ def _greedy(r: _Request) -> tuple[int, int]:
         node = chosen[0]
 
 
-def _distinct(r: _Request, children: list[int]) -> list[int]:
+def distinct(r: Request, children: list[int]) -> list[int]:
     seen, out = set(), []
     for child in children:
         if r.token(child) not in seen:
@@ -246,7 +246,7 @@ def _distinct(r: _Request, children: list[int]) -> list[int]:
     return out
 
 
-def _target_only_at(r: _Request, left: Left, children: list[int], coin_of: int) -> tuple[int | None, Left | None]:
+def _target_only_at(r: Request, left: Left, children: list[int], coin_of: int) -> tuple[int | None, Left | None]:
     """(the accepted child or None, what is left of p without the children; None if that is nothing)."""
     masses = [float(left.p[r.token(c)]) for c in children]
     coin = r.coin(coin_of)
@@ -258,26 +258,30 @@ def _target_only_at(r: _Request, left: Left, children: list[int], coin_of: int) 
     chosen = picks(coin, masses)
     if chosen < len(children):
         return children[chosen], left
-    taken = [r.token(c) for c in children]
+    return None, without_tokens(left, [r.token(c) for c in children])
+
+
+def without_tokens(left: Left, taken: list[int]) -> Left | None:
+    """What is left when tokens are taken out; None if that is nothing."""
     p, p_error = left.p.clone(), left.error.clone()
     p[taken] = 0.0
     p_error[taken] = 0.0
-    return None, (Left(p, p_error) if p.any() else None)
+    return Left(p, p_error) if p.any() else None
 
 
-def _target_only(r: _Request) -> tuple[int, int]:
+def _target_only(r: Request) -> tuple[int, int]:
     node = 0
     while True:
         p = r.row(node)
         if not r.children[node]:
             return node, r.emit(node, None)
-        child, left = _target_only_at(r, Left(p, p), _distinct(r, r.children[node]), node + 1)
+        child, left = _target_only_at(r, Left(p, p), distinct(r, r.children[node]), node + 1)
         if child is None:
             return node, r.emit(node, left)
         node = child
 
 
-def _recursive(r: _Request) -> tuple[int, int]:
+def _recursive(r: Request) -> tuple[int, int]:
     node = 0
     while True:
         p = r.row(node)
@@ -300,7 +304,7 @@ def _recursive(r: _Request) -> tuple[int, int]:
         node = chosen
 
 
-def _traversal(r: _Request) -> tuple[int, int]:
+def _traversal(r: Request) -> tuple[int, int]:
     def visit(node: int, weight: Weight) -> tuple[int, int] | None:
         p = r.row(node)
         left, taken = Left(p, p), []
@@ -330,7 +334,7 @@ def _traversal(r: _Request) -> tuple[int, int]:
     return visit(0, Weight(1.0, 0.0, 1.0))
 
 
-def _greedy_draft(r: _Request) -> tuple[int, int]:
+def _greedy_draft(r: Request) -> tuple[int, int]:
     if not r.whole:
         return _target_only(r)
     node = 0
@@ -338,7 +342,7 @@ def _greedy_draft(r: _Request) -> tuple[int, int]:
         p = r.row(node)
         left, chosen, drawn = Left(p, p), None, r.drawn[node]
         q = r.draft_row(node) if drawn is not None else None
-        fixed = _distinct(r, [c for c in r.children[node] if c != drawn])
+        fixed = distinct(r, [c for c in r.children[node] if c != drawn])
         if drawn is None and fixed:
             chosen, left = _target_only_at(r, left, fixed, fixed[0])
         elif q is not None:
@@ -393,15 +397,47 @@ def verify_tree(
         raise ValueError(
             f"replacement must be given for 'recursive' and 'traversal' only, got {replacement!r} for {rule!r}"
         )
-    if (target_logits is None) == (target_probs is None):
-        raise ValueError("exactly one of target_logits and target_probs must be given")
     needs_q = rule != "target_only"
     if needs_q and (draft_logits is None) == (draft_probs is None):
         raise ValueError(f"rule {rule!r} needs draft_logits or draft_probs")
     if draft_logits is not None and draft_params is None:
         raise ValueError("draft_logits needs draft_params")
-    target = target_logits if target_logits is not None else target_probs
-    vocab, num_rows = target.shape[1], target.shape[0]
+    target, is_probs = target_of(target_logits, target_probs)
+    source = DraftSource(
+        target.shape[1],
+        draft_logits,
+        draft_rows,
+        draft_nucleus,
+        draft_probs,
+        draft_params,
+        target_to_draft,
+        filter_order,
+    )
+    walk = {
+        "target_only": _target_only,
+        "recursive": _recursive,
+        "traversal": _traversal,
+        "greedy_draft": _greedy_draft,
+    }[rule]
+    return run_walks(
+        lambda r: greedy_walk(r) if r.greedy else walk(r),
+        target, is_probs, draft_tokens, parents, cu_num_draft, params, position, max_depth, filter_order, source, replacement,
+    )  # fmt: skip
+
+
+def target_of(logits: Tensor | None, probs: Tensor | None) -> tuple[Tensor, bool]:
+    """(the target's rows, whether they are probabilities)."""
+    if (logits is None) == (probs is None):
+        raise ValueError("exactly one of target_logits and target_probs must be given")
+    return (logits, False) if logits is not None else (probs, True)
+
+
+def run_walks(
+    walk, target, is_probs, draft_tokens, parents, cu_num_draft, params, position, max_depth, filter_order,
+    source=None, replacement=None,
+) -> TreeResult:  # fmt: skip
+    """One step of B requests, where `walk` takes a `Request` to (accepted node, token emitted there)."""
+    num_rows = target.shape[0]
     offsets = [int(v) for v in cu_num_draft]
     B, D = len(offsets) - 1, min(draft_tokens.numel(), parents.numel())
     spans, trees = [], []
@@ -420,16 +456,6 @@ def verify_tree(
         spans.append((start, d, bad))
         trees.append(tree)
     K = max([0, *(tree_depth(tree) for tree in trees)]) if max_depth is None else max_depth
-    source = DraftSource(
-        vocab, draft_logits, draft_rows, draft_nucleus, draft_probs, draft_params, target_to_draft, filter_order
-    )
-    walk = {
-        "target_only": _target_only,
-        "recursive": _recursive,
-        "traversal": _traversal,
-        "greedy_draft": _greedy_draft,
-    }
-
     tokens = torch.full((B, K + 1), -1, dtype=torch.int32)
     paths = torch.full((B, K), -1, dtype=torch.int32)
     logprobs = torch.zeros(B, K + 1, dtype=torch.float64)
@@ -443,21 +469,10 @@ def verify_tree(
             continue
         pb: RowParams = request_params(params, b)
         anchor = int(position[b]) if position is not None else 0
-        r = _Request(
-            b,
-            start,
-            tree,
-            draft_tokens,
-            pb,
-            anchor,
-            target,
-            target_probs is not None,
-            source,
-            replacement,
-            filter_order,
-            not bad,
-        )
-        node, token = _greedy(r) if r.greedy else walk[rule](r)
+        r = Request(
+            b, start, tree, draft_tokens, pb, anchor, target, is_probs, source, replacement, filter_order, not bad
+        )  # fmt: skip
+        node, token = walk(r)
         path = r.path(node)
         for i, (at, emitted) in enumerate(zip([0, *path], [*(r.token(n) for n in path), token], strict=True)):
             p, nucleus = r.nuclei[at]

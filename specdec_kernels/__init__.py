@@ -3,6 +3,7 @@
 from ._version import __version__  # isort: skip
 
 from . import eager as _eager
+from . import lossy
 from ._backends import BackendUnavailable, info
 from .build_tree import DraftTree, build_tree
 from .draft_vocab import target_to_draft
@@ -38,6 +39,7 @@ __all__ = [
     "build_tree",
     "filter_probs",
     "info",
+    "lossy",
     "nucleus",
     "parents_from_retrieve",
     "ragged_from_padded",

@@ -38,7 +38,7 @@ SCHEMAS = {
     "verify_tree": (
         "(Tensor target, bool target_is_probs, Tensor draft_tokens, Tensor parents, Tensor cu_num_draft, "
         f"{_PARAMS}, Tensor seed, Tensor? slots, Tensor? position, "
-        f"{_DRAFT}, int rule, bool replacement, int filter_order, "
+        f"{_DRAFT}, int rule, bool replacement, float bound, float factor, Tensor? rates, int filter_order, "
         "Tensor(a!) tokens, Tensor(b!) num_accepted, Tensor(c!) path, Tensor(d!) num_emitted, Tensor(e!) status, "
         "Tensor(f!)? logprobs, Tensor(g!)? cutoff, Tensor(h!)? row_max, Tensor(i!)? log_mass) -> ()"
     ),
@@ -58,6 +58,9 @@ SCHEMAS = {
 FILTER_ORDERS = ("hf", "vllm", "joint")
 RULES = ("token", "block", "coupled")
 TREE_RULES = ("target_only", "recursive", "traversal", "greedy_draft")
+LOSSY_RULES = ("typical", "threshold", "synthetic")
+"""In the op these follow TREE_RULES: 4, 5 and 6. They take `bound` and `factor` (typical: epsilon, delta; threshold:
+threshold_single, threshold_acc), or `rates` (synthetic)."""
 
 SUFFIXES = {"native": "", "triton": "_triton", "eager": "_eager"}
 

@@ -116,11 +116,6 @@ def verify_tree(
     (tensor([[1, 2]], dtype=torch.int32), tensor([[2]], dtype=torch.int32))
     """
     op = "verify_tree"
-    target, target_is_probs = _verify_args.target_of(op, target_logits, target_probs)
-    device, vocab = target.device, target.shape[1]
-    B = _verify_args.batch_of(op, cu_num_draft, draft_tokens, params, position, device)
-    D = _verify_args.known_drafts(cu_num_draft, draft_tokens)
-    _checks.vector(op, "parents", parents, _checks.INDEX_DTYPES, D, "D", device, at_least=True)
     rule_index = _checks.choice(op, "rule", rule, _schemas.TREE_RULES)
     drawn = rule in ("recursive", "traversal")
     if drawn != isinstance(replacement, bool):
@@ -129,10 +124,33 @@ def verify_tree(
     if (rule == "target_only") != (draft_logits is None and draft_probs is None):
         must = "None for rule 'target_only', which reads no q" if rule == "target_only" else f"given for rule {rule!r}"
         _checks.fail(op, "draft_logits", must, "None" if rule != "target_only" else "q")
+    q = (draft_logits, draft_rows, draft_nucleus, draft_probs, draft_params, target_to_draft)
+    return run_rule(
+        op, rule_index, target_logits, draft_tokens, parents, cu_num_draft, params, position, target_probs, max_depth,
+        filter_order, logprobs, return_nucleus, out, backend, q=q, replacement=bool(replacement),
+    )  # fmt: skip
+
+
+def run_rule(
+    op: str, rule: int, target_logits, draft_tokens, parents, cu_num_draft, params, position, target_probs, max_depth,
+    filter_order, logprobs, return_nucleus, out, backend, *, q=(None,) * 6, replacement=False, bound=0.0, factor=0.0, rates=None,
+) -> TreeOutput:  # fmt: skip
+    """Checks what all rules take and runs the op, for the public function `op`. `rule` indexes TREE_RULES + LOSSY_RULES; `q` is
+    `verify_tree`'s draft_logits to target_to_draft; parents of None are those of chains."""
+    target, target_is_probs = _verify_args.target_of(op, target_logits, target_probs)
+    device, vocab = target.device, target.shape[1]
+    B = _verify_args.batch_of(op, cu_num_draft, draft_tokens, params, position, device)
+    D = _verify_args.known_drafts(cu_num_draft, draft_tokens)
+    if parents is None:
+        parents = _chain_parents(draft_tokens, cu_num_draft)
+    _checks.vector(op, "parents", parents, _checks.INDEX_DTYPES, D, "D", device, at_least=True)
+    draft_logits, draft_rows, draft_nucleus, draft_probs, draft_params, target_to_draft = q
     draft, draft_is_probs, draft_params = _verify_args.draft_of(
         op, B, cu_num_draft, draft_tokens, draft_logits, draft_rows, draft_nucleus, draft_probs, draft_params,
         target_to_draft, vocab, device,
     )  # fmt: skip
+    if rates is not None:
+        _checks.vector(op, "rates", rates, (torch.float32,), 0, "n", device, at_least=True)
     order = _checks.choice(op, "filter_order", filter_order, _schemas.FILTER_ORDERS)
     if logprobs not in (0, 1):
         _checks.fail(op, "logprobs", "0 or 1", logprobs)
@@ -145,16 +163,24 @@ def verify_tree(
     out = _outputs(op, out, B, max_depth, device, bool(logprobs), return_nucleus)
     if B == 0:
         return out
-    run = _backends.op(op, _backends.resolve(op, backend, device))
+    run = _backends.op("verify_tree", _backends.resolve("verify_tree", backend, device))
     run(
         target, target_is_probs, draft_tokens, parents, cu_num_draft,
         *_verify_args.op_arguments(
             params, position, draft, draft_is_probs, draft_rows, draft_nucleus, draft_params, target_to_draft
         ),
-        rule_index, bool(replacement), order, out.tokens, out.num_accepted, out.path, out.num_emitted, out.status, out.logprobs,
-        *(out.nucleus or (None, None, None)),
+        rule, replacement, bound, factor, rates, order,
+        out.tokens, out.num_accepted, out.path, out.num_emitted, out.status, out.logprobs, *(out.nucleus or (None, None, None)),
     )  # fmt: skip
     return out
+
+
+def _chain_parents(draft_tokens: Tensor, cu_num_draft: Tensor) -> Tensor:
+    """int64 [D]: every draft behind the one before it, found on the device."""
+    offsets = cu_num_draft.long().clamp_min(0)
+    draft = torch.arange(draft_tokens.shape[0], device=draft_tokens.device)
+    request = torch.searchsorted(offsets[1:], draft, right=True)
+    return draft - offsets[request]
 
 
 def _deepest(parents: Tensor, cu_num_draft: Tensor) -> int:

@@ -139,6 +139,10 @@ def _calls() -> dict:
             target, drafts, parents, cu, params, position, rule=rule, max_depth=K, backend="triton", **options
         )
 
+    def lossy(rule, **options):
+        target, parents = torch.zeros(B * (K + 1), V, dtype=torch.bfloat16), torch.zeros(B * K, dtype=torch.int64)
+        rule(target, drafts, cu, params, position, parents=parents, max_depth=K, backend="triton", **options)
+
     def built(candidates, nodes):
         drafted = torch.zeros(B, candidates, dtype=torch.int64)
         sk.build_tree(torch.zeros(B, candidates), drafted, drafted, nodes, backend="triton")
@@ -172,6 +176,9 @@ def _calls() -> dict:
             tree, f32, "traversal", replacement=False, draft_nucleus=saved
         ),
         "verify_tree bfloat16 greedy_draft": call(tree, bf16, "greedy_draft"),
+        "verify_tree bfloat16 typical": call(lossy, sk.lossy.typical),
+        "verify_tree bfloat16 threshold": call(lossy, sk.lossy.threshold, threshold_acc=0.7),
+        "verify_tree bfloat16 synthetic": call(lossy, sk.lossy.synthetic, rates=torch.ones(3), logprobs=1),
         "schedule_lengths 256": call(
             sk.schedule_lengths, torch.zeros(32, 8), steps_per_second=torch.zeros(400), backend="triton"
         ),

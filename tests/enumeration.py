@@ -57,7 +57,8 @@ def explore(run) -> dict:
 def replaced_in_oracle(race_noise, coin, **decisions):
     """Inside, the oracle's `race`, `accepts`, `picks` and its sources of noise are the ones given."""
     # importlib: the package's functions hide its modules of the same name.
-    modules = [importlib.import_module(f"python_ref.{m}") for m in ("sample", "rows", "verify_chain", "verify_tree")]
+    names = ("sample", "rows", "verify_chain", "verify_tree", "lossy")
+    modules = [importlib.import_module(f"python_ref.{m}") for m in names]
     with ExitStack() as stack:
         for module in modules:
             for name in decisions.keys() & vars(module).keys():

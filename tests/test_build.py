@@ -156,7 +156,7 @@ def test_info_command():
 
 DOCTESTS = (
     "params", "nucleus", "sample", "filter_probs", "verify_chain", "verify_tree", "build_tree", "trees", "schedule_lengths",
-    "draft_vocab",
+    "draft_vocab", "lossy",
 )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def op_arguments(name: str, full: bool) -> tuple:
         q = q if full else (None, False, *(None,) * 9)
         return (
             target, False, torch.tensor([1, 2, 3, 4]), torch.tensor([0, 0, 0, 1]), offsets([2, 0, 2]), *filters, p.seed, slots,
-            opt(torch.arange(B)), *q, opt(torch.arange(40)), 2 if full else 0, False, 0,
+            opt(torch.arange(B)), *q, opt(torch.arange(40)), 2 if full else 0, False, 0.1, 0.3, opt(torch.rand(K)), 0,
             i32(B, K + 1), i32(B), i32(B, K), i32(B), i32(B), *(opt(f32(B, K + 1)) for _ in range(4)),
         )  # fmt: skip
     return (

@@ -24,6 +24,7 @@ SOME = [(0.8, 0.9, 0, 0.0), (1.0, 0.95, 50, 0.0), (0.9, 1.0, 0, 0.02)]
 def test_at_most_two_launches():
     call = make_call(vocab=300, filters=SOME, lengths=[2, 0, 1])
     tree = make_tree_call(vocab=300, rule="traversal", replacement=False, filters=SOME)
+    lossy = make_tree_call(vocab=300, rule="typical", filters=SOME)
     rows, params, drafts = call.target[:3], call.params, torch.zeros(3, 40, dtype=torch.int64)
     for run, kernels in (
         (lambda: sk.nucleus(rows, params, backend="triton"), ["nucleus_kernel"]),
@@ -33,6 +34,7 @@ def test_at_most_two_launches():
         (lambda: call.but(rule="block").run("triton"), ["decide_kernel", "emit_kernel"]),
         (lambda: call.but(rule="coupled").run("triton"), ["decide_kernel", "emit_kernel"]),
         (lambda: tree.run("triton"), ["walk_kernel", "leaf_kernel"]),
+        (lambda: lossy.run("triton"), ["lossy_walk_kernel", "leaf_kernel"]),
         (
             lambda: sk.schedule_lengths(torch.rand(3, 4), budget=5, backend="triton"),
             ["schedule_lengths_kernel"],

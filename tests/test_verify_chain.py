@@ -30,6 +30,7 @@ from tests.cases import (
     make_rows,
     offsets,
 )
+from tests.tree_cases import make_tree_call
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 RULES = ("token", "block", "coupled")
@@ -260,6 +261,8 @@ def all_outputs(backend):
         rows = torch.arange(call.target.shape[0]) % len(call.lengths)
         outputs.append(sk.sample(call.target, call.params, rows=rows, logprobs=1, return_nucleus=True, backend=backend))
         outputs.append(sk.filter_probs(call.target, call.params, rows=rows, backend=backend))
+    # Entropies, with the bound among the probabilities of a near-flat row.
+    outputs.append(make_tree_call("flat", 9001, rule="typical", noise=0.7).but(epsilon=1.0, delta=1.0).run(backend))
     return outputs
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import python_ref
 import specdec_kernels as sk
+from specdec_kernels._schemas import LOSSY_RULES
 from tests.cases import FILTERS, generator, make_params, make_rows, offsets
 
 RULES = (
@@ -46,11 +47,17 @@ class TreeCall:
         return (target, self.drafts, self.parents, self.cu, self.params, self.position)
 
     def run(self, backend: str, **extra) -> sk.TreeOutput:
-        options = {**self.options, "logprobs": 1, "return_nucleus": True, **extra}
-        return sk.verify_tree(*self.arguments(options), backend=backend, **options)
+        return self.ask(sk, {**self.options, "logprobs": 1, "return_nucleus": True, "backend": backend, **extra})
 
     def oracle(self) -> python_ref.TreeResult:
-        return python_ref.verify_tree(*self.arguments(self.options), **self.options)
+        return self.ask(python_ref, self.options)
+
+    def ask(self, package, options):
+        if options["rule"] not in LOSSY_RULES:
+            return package.verify_tree(*self.arguments(options), **options)
+        target, drafts, parents, cu, params, position = self.arguments(options)
+        rule, options = options["rule"], {k: v for k, v in options.items() if k != "rule"}
+        return getattr(package.lossy, rule)(target, drafts, cu, params, position, parents=parents, **options)
 
     def but(self, **changes) -> "TreeCall":
         fields = {
@@ -127,7 +134,7 @@ def make_tree_call(
     call = TreeCall(
         target, tokens, torch.tensor([p for t in trees for p in t], dtype=torch.int64), cu, params, position, options
     )
-    if rule == "target_only":
+    if rule == "target_only" or rule in LOSSY_RULES:
         return call
     if q == "probs":
         owner = torch.repeat_interleave(torch.arange(B), torch.tensor([len(t) + 1 for t in trees]))

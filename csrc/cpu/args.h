@@ -105,12 +105,23 @@ struct VerifyChainArgs : VerifyArgs {
   bool emit_bonus = true;
 };
 
-enum TreeRule : int32_t { kTargetOnly = 0, kRecursive = 1, kTraversal = 2, kGreedyDraft = 3 };
+enum TreeRule : int32_t {
+  kTargetOnly = 0,
+  kRecursive = 1,
+  kTraversal = 2,
+  kGreedyDraft = 3,
+  kTypical = 4,  // from here on lossy, and without a q
+  kThreshold = 5,
+  kSynthetic = 6,
+};
 
 struct VerifyTreeArgs : VerifyArgs {
   IndexView parents;
   int64_t max_depth = 0;  // K
   bool replacement = false;
+  float bound = 0.0f, factor = 0.0f;  // typical: epsilon, delta; threshold: threshold_single, threshold_acc
+  const float* rates = nullptr;       // synthetic: by depth
+  int64_t num_rates = 0;
   int32_t* path = nullptr;  // [B, K]
 };
 

@@ -1,4 +1,4 @@
-// Sums over a row: the mass of max(0, weight * p - q), and what some tokens leave of a distribution.
+// Sums over a row: the mass of max(0, weight * p - q), an entropy, and what some tokens leave of a distribution.
 #pragma once
 
 #include "cpu/race.h"
@@ -6,13 +6,14 @@
 
 namespace specdec::SPECDEC_ISA {
 
-// In float32 by lanes within a tile, tile after tile in double: the same bits for any vector width. Nothing but p's
-// nucleus can have an excess, so q is read there only.
-inline float excess_mass(const Dist& p, const Dist& q, float weight, int64_t vocab) {
+// The sum of term(v, n, p of ids v..v + n - 1) over the lanes where p has tokens: in float32 by lanes within a tile,
+// tile after tile in double, so the same bits for any vector width. What a term reads besides p is read there only.
+template <class Term>
+double sum_over_nucleus(const Dist& p, int64_t vocab, const Term& term) {
   return with_row(*p.source.view, p.source.row, [&](const auto* row) {
     const bool filtered = p.kind == Kind::kLogits && !p.source.map;
-    const LanesF w(weight), zero(0.0f);
-    double mass = 0.0;
+    const LanesF zero(0.0f);
+    double total = 0.0;
     for (int64_t tile = 0; tile < vocab; tile += kTile) {
       const int64_t end = vocab - tile < kTile ? vocab : tile + kTile;
       LanesF sum(0.0f);
@@ -20,14 +21,32 @@ inline float excess_mass(const Dist& p, const Dist& q, float weight, int64_t voc
         const int64_t n = end - base < kGroup ? end - base : kGroup;
         if (filtered && !any_kept(row + base, n, p.nucleus.cutoff)) continue;
         for (int64_t i = 0; i < n; i += kLanes) {
-          const LanesF mine = w * p.probs(base + i, n - i);
-          if (any(mine > zero)) sum = sum + larger(mine - q.probs(base + i, n - i), zero);
+          const LanesF mine = p.probs(base + i, n - i);
+          if (any(mine > zero)) sum = sum + term(base + i, n - i, mine);
         }
       }
-      mass += horizontal_sum(sum);
+      total += horizontal_sum(sum);
     }
-    return static_cast<float>(mass);
+    return total;
   });
+}
+
+// Nothing but p's nucleus can have an excess.
+inline float excess_mass(const Dist& p, const Dist& q, float weight, int64_t vocab) {
+  const LanesF w(weight), zero(0.0f);
+  return static_cast<float>(sum_over_nucleus(p, vocab, [&](int64_t v, int64_t n, const LanesF& mine) {
+    const LanesF excess = w * mine - q.probs(v, n);
+    return select(excess > zero, excess, zero);
+  }));
+}
+
+// -sum p log p in nats; of probabilities that are none (a sum above 1) at least 0.
+inline float entropy(const Dist& p, int64_t vocab) {
+  const LanesF log_mass(p.kind == Kind::kLogits ? p.nucleus.log_mass : 0.0f), zero(0.0f);
+  const double total = sum_over_nucleus(p, vocab, [&](int64_t v, int64_t n, const LanesF& mine) {
+    return select(mine > zero, mine * (log_mass - p.log_weights(v, n)), zero);
+  });
+  return total > 0.0 ? static_cast<float>(total) : 0.0f;
 }
 
 // The mass of `d` without the `excluded` tokens, in the same order of summation.

@@ -49,11 +49,17 @@ class Tree {
 
   void run() {
     if (count_ >= 0) {
-      if (greedy()) {
+      if (a_.rule == kSynthetic) {
+        walk_synthetic();
+      } else if (greedy()) {
         walk_greedy();
       } else if (a_.rule == kTargetOnly || (a_.rule == kGreedyDraft && bad_)) {
         // Of a tree that is cut the drawn children may be missing; target_only is right for any.
-        walk_target_only();
+        walk_target_only(kInf, 1.0f);
+      } else if (a_.rule == kThreshold) {
+        walk_target_only(a_.bound, a_.factor);
+      } else if (a_.rule == kTypical) {
+        walk_typical();
       } else if (a_.rule == kRecursive) {
         walk_recursive();
       } else if (a_.rule == kGreedyDraft) {
@@ -174,6 +180,10 @@ class Tree {
     Row& row = rows_[n];
     if (a_.target_is_probs) row.status |= drawn_status(a_, target_row(n));
     if (row.status & kEmptyRow) return;
+    if (greedy()) {
+      found_ = true, token_ = argmax(n);
+      return;
+    }
     const Dist p = p_of(n), q = left.taken ? q_of(n) : Dist{};
     const Winner winner = race_dist(p, left.taken ? &q : nullptr, left.omega, a_.target.width,
                                     sample_key(a_, b_, depth_[n]), without ? without->excluded() : Excluded{});
@@ -181,13 +191,16 @@ class Tree {
     token_ = found_ ? winner.token : 0;
   }
 
+  // The lowest id of a greedy row's maximum.
+  int64_t argmax(int n) const { return first_equal(p_of(n).source, a_.target.width, rows_[n].p.row_max); }
+
   void walk_greedy() {
     for (int n = 0;;) {
       const Row& row = visit(n, false);
       node_ = n;
       found_ = !(row.status & kEmptyRow);
       if (!found_) return;
-      token_ = first_equal(p_of(n).source, a_.target.width, row.p.row_max);
+      token_ = argmax(n);
       int child = row.first_child;
       while (child && token(child) != token_) child = next_child(n, child);
       if (!child) return;
@@ -195,29 +208,68 @@ class Tree {
     }
   }
 
-  // The first of the children whose running sum of what is left of p passes the coin, or 0; a token counts once.
-  // Children behind node `last` are left out; scale * p / mass is what is left of p at the others' tokens.
-  int pick(int n, int last, float u, float scale, float mass, Taken& seen) const {
+  // The first of the children whose running sum of what is left of p passes the coin, or which has `enough` of it
+  // alone, or 0; a token counts once. Children behind node `last` are left out; scale * p / mass is what is left of p
+  // at the others' tokens.
+  int pick(int n, int last, float u, float scale, float mass, Taken& seen, float enough = kInf) const {
     const Dist p = p_of(n);
     float total = 0.0f;
     for (int c = rows_[n].first_child; c && c <= last; c = next_child(n, c)) {
       if (seen.has(token(c))) continue;
       seen.add(token(c));
-      total += scale * p.prob(token(c)) / mass;
-      if (u < total) return c;
+      const float share = scale * positive(p.prob(token(c))) / mass;
+      total += share;
+      if (u < total || share >= enough) return c;
     }
     return 0;
   }
 
-  void walk_target_only() {
+  // The coin is the parent's: a node's number is the offset of the first draft of a chain behind it.
+  void walk_target_only(float single, float factor) {
     for (int n = 0;;) {
       const Row& row = visit(n, false);
       Taken seen;
-      // The coin is the parent's: a node's number is the offset of the first draft of a chain behind it.
-      const int child = row.first_child ? pick(n, count_, coin_of(a_, b_, n), 1.0f, 1.0f, seen) : 0;
+      const int child = row.first_child ? pick(n, count_, coin_of(a_, b_, n) * factor, 1.0f, 1.0f, seen, single) : 0;
       if (!child) return finish(n, {}, &seen);
       n = child;
     }
+  }
+
+  void walk_synthetic() {
+    for (int n = 0;;) {
+      const int child = visit(n, false).first_child, depth = depth_[n];
+      // A coin is in (0, 1): a rate of NaN or below 0 accepts nothing, one above 1 everything.
+      if (!child || depth >= a_.num_rates || !(coin_of(a_, b_, n) < a_.rates[depth])) return finish(n, {});
+      n = child;
+    }
+  }
+
+  // What a child's probability has to exceed; one up to the least normal number is none.
+  float typical_bound(int n) const {
+    const float by_entropy = a_.factor * exp2_neg(0.0f - entropy(p_of(n), a_.target.width) * kLog2e);
+    const float bound = by_entropy < a_.bound ? by_entropy : a_.bound;
+    return bound > kLeastNormal ? bound : kLeastNormal;
+  }
+
+  // A node comes after its parent, so one pass sees every parent decided.
+  void walk_typical() {
+    bool accepted[kMaxNodes + 1] = {true};
+    float bound[kMaxNodes + 1];
+    double log_p[kMaxNodes + 1] = {};  // of the path
+    int best = 0;
+    for (int c = 1; c <= count_; ++c) {
+      const int n = parent_[c];
+      if (n < 0 || !accepted[n]) continue;
+      if (!rows_[n].seen && visit(n, false).first_child) bound[n] = typical_bound(n);
+      if (parent_[c] < 0) continue;  // its parent's row is empty, or it is a placeholder
+      const Dist p = p_of(n);
+      if (!(p.prob(token(c)) > bound[n])) continue;
+      accepted[c] = true;
+      log_p[c] = log_p[n] + p.log_prob(token(c));
+      if (depth_[c] > depth_[best] || (depth_[c] == depth_[best] && log_p[c] > log_p[best])) best = c;
+    }
+    visit(best, false);
+    finish(best, {});
   }
 
   void walk_recursive() {
@@ -271,7 +323,7 @@ class Tree {
           // The siblings are no candidates of this q, so all of their p is left.
           double excess = excess_mass(p, q, s, a_.target.width);
           for (int64_t i = 0; i < fixed.count; ++i) {
-            const float kept = s * p.prob(fixed.tokens[i]), r = kept - positive(q.prob(fixed.tokens[i]));
+            const float kept = s * positive(p.prob(fixed.tokens[i])), r = kept - positive(q.prob(fixed.tokens[i]));
             excess += kept - (r > 0.0f ? r : 0.0f);
           }
           if (excess > 0.0) left = {true, s, static_cast<float>(excess)};
@@ -354,7 +406,9 @@ class Tree {
       a_.tokens[out] = known ? static_cast<int32_t>(emitted) : 0;
       if (a_.logprobs) {
         float log_p = -kInf;
-        if (known) log_p = greedy() ? 0.0f : p_of(path[i]).log_prob(emitted);
+        // A greedy request accepts the argmax only, unless nobody looks at p.
+        if (known && !greedy()) log_p = p_of(path[i]).log_prob(emitted);
+        if (known && greedy()) log_p = a_.rule != kSynthetic || emitted == argmax(path[i]) ? 0.0f : -kInf;
         a_.logprobs[out] = log_p;
       }
       if (a_.nucleus) write(a_.nucleus, out, nucleus);

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _backends
-from . import _rows
+from . import _lossy, _rows
 from ._trees import Trees
 from ._verify import Draft, Target, excess
 from .sample import gather_seed
@@ -53,10 +53,14 @@ class _Node(NamedTuple):
 
 
 class _Walk:
-    def __init__(self, trees: Trees, p: Target, q: Draft, seeds, anchor, greedy, rule, replacement, draws_q):
+    def __init__(
+        self, trees: Trees, p: Target, q: Draft, seeds, anchor, greedy, rule, replacement, bound, factor, rates
+    ):
         self.trees, self.p_source, self.q_source = trees, p, q
         self.seeds, self.anchor, self.greedy = seeds, anchor, greedy
-        self.rule, self.replacement, self.draws_q = rule, replacement, draws_q
+        self.rule, self.replacement = rule, replacement
+        self.bound, self.factor = torch.tensor([bound, factor], dtype=torch.float32, device="cpu").tolist()
+        self.rates, self.draws_q = rates, rule in (RECURSIVE, TRAVERSAL, GREEDY_DRAFT)
         B, n = trees.token.shape
         zeros = torch.zeros(B, dtype=torch.int64, device=trees.token.device)
         self.states = torch.zeros(B, n, dtype=torch.int32, device=zeros.device)  # status bits of each node's row
@@ -73,6 +77,8 @@ class _Walk:
         n = self.trees.token.shape[1] - 1
         if self.p_source.target.shape[0] == 0:
             return
+        if self.rule == _lossy.TYPICAL:
+            self.node = _lossy.typical_end(self)
         # A step tests a child or goes to another node: down to each at most once, and up.
         for _ in range(2 * n + 2):
             if self.running.device.type == "cpu" and not bool(self.running.any()):
@@ -83,12 +89,19 @@ class _Walk:
                 go, left = self.target_only(node)
             elif self.rule == GREEDY_DRAFT:
                 go, left = self.greedy_draft(node)
+            elif self.rule == _lossy.THRESHOLD:
+                go, left = _lossy.threshold(self, node)
+            elif self.rule == _lossy.SYNTHETIC:
+                go, left = _lossy.synthetic(self, node)
+            elif self.rule == _lossy.TYPICAL:
+                go, left = torch.zeros_like(self.node), node.p
             else:
                 self.one_child(node)
                 continue
-            plain = self.race(node.p)
-            match = self.trees.first(node.children & (self.trees.token == plain[:, None]))
-            go = torch.where(self.greedy, match, go)
+            if self.rule != _lossy.SYNTHETIC:
+                plain = self.race(node.p)
+                match = self.trees.first(node.children & (self.trees.token == plain[:, None]))
+                go = torch.where(self.greedy, match, go)
             self.finish(node, self.running & (go == 0), left)
             self.go_down(self.running & (go > 0), go, self.ones)
 
@@ -124,11 +137,12 @@ class _Walk:
         position = self.anchor + self.trees.depth[self.trees.each, self.node].clamp_min(0)
         return _rows.race(weights, self.seeds, position, 2, torch.zeros_like(position))
 
-    def pick(self, children, p, coin) -> tuple[Tensor, Tensor]:
-        """(the first of the children whose running sum of p passes the coin or 0, the distinct children)."""
+    def pick(self, children, p, coin, enough: float = torch.inf) -> tuple[Tensor, Tensor]:
+        """(the first of the children whose running sum of p passes the coin, or which has `enough` of p alone, or 0, the
+        distinct children)."""
         distinct = self.trees.distinct(children)
-        total = torch.where(distinct, self.trees.at_tokens(p), 0.0).cumsum(1)
-        return self.trees.first(distinct & (coin[:, None] < total)), distinct
+        p = torch.where(distinct, self.trees.at_tokens(p), 0.0)
+        return self.trees.first(distinct & ((coin[:, None] < p.cumsum(1)) | (p >= enough))), distinct
 
     def unless_nothing(self, row, otherwise) -> Tensor:
         return torch.where((row > 0).any(1, keepdim=True), row, otherwise)
@@ -244,7 +258,7 @@ def verify_tree(
     target, target_is_probs, draft_tokens, parents, cu_num_draft, temperature, top_p, top_k, min_p, seed, slots, position,
     draft, draft_is_probs, draft_rows, draft_cutoff, draft_row_max, draft_log_mass,
     draft_temperature, draft_top_p, draft_top_k, draft_min_p, draft_slots,
-    target_to_draft, rule, replacement, filter_order,
+    target_to_draft, rule, replacement, bound, factor, rates, filter_order,
     tokens, num_accepted, path, num_emitted, status, logprobs, cutoff, row_max, log_mass,
 ) -> None:  # fmt: skip
     B, K = path.shape
@@ -260,7 +274,8 @@ def verify_tree(
     none = torch.zeros(B, dtype=torch.int64, device=device)
     greedy = none.bool() if target_is_probs else params.greedy
     anchor = none if position is None else position
-    walk = _Walk(trees, p, q, gather_seed(seed, slots, None), anchor, greedy, rule, replacement, rule != TARGET_ONLY)
+    seeds = gather_seed(seed, slots, None)
+    walk = _Walk(trees, p, q, seeds, anchor, greedy, rule, replacement, bound, factor, rates)
     walk.run()
 
     accepted = trees.depth[trees.each, walk.at].clamp_min(0)

@@ -149,7 +149,7 @@ class Workspace:
             return thread.submit(make).result()
 
 
-INTEGERS = ("row_status", "row_token", "peak", "path_node", "path_status", "walked", "taken")
+INTEGERS = ("row_status", "row_token", "peak", "path_node", "path_status", "path_argmax", "walked", "taken")
 
 
 def _room(size: int) -> int:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ._numerics import INF
-from ._race import KIND_LOGITS, draft_prob, target_prob
+from ._race import KIND_LOGITS, draft_prob, log_of, scaled, target_prob
 from ._row import LOOK, list_active, listed, load_maxima
 
 STATUS_ZERO_Q = tl.constexpr(4)
@@ -97,3 +97,28 @@ def mass_without(
             token, counts, q_row, q_map, q_width, q_cutoff, q_row_max, q_log_mass, q_scale, q_one_hot, x, Q_KIND
         )
     return tl.sum(total, 0)
+
+
+@triton.jit
+def entropy(
+    row, vocab, cutoff, row_max, log_mass, scale, inverse, space, active,
+    KIND: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
+):  # fmt: skip
+    """-sum p log p of a target row, in nats; reads what `excess_mass` reads of it."""
+    count = tl.cdiv(vocab, SUB)
+    if KIND == KIND_LOGITS:
+        count = list_active(load_maxima(space, vocab, SUB, MAXIMA), tl.arange(0, MAXIMA), cutoff, active)
+    total = tl.zeros([LOOK], tl.float32)
+    for j in range(0, tl.cdiv(count * SUB, LOOK)):
+        place = j * LOOK + tl.arange(0, LOOK)
+        token = place
+        if KIND == KIND_LOGITS:
+            token = listed(active, place // SUB, count) * SUB + place % SUB
+        z = tl.load(row + token, mask=(place < count * SUB) & (token < vocab), other=-INF).to(tl.float32)
+        p = target_prob(z, cutoff, row_max, log_mass, scale, KIND)
+        if KIND == KIND_LOGITS:
+            log_p = scaled(z, row_max, inverse) - log_mass
+        else:
+            log_p = log_of(p)
+        total -= tl.where(p > 0.0, p * log_p, 0.0)
+    return tl.maximum(tl.sum(total, 0), 0.0)  # of probabilities that sum up to more than 1 as well

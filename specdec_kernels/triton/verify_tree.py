@@ -54,6 +54,7 @@ from ._verify import (
     store_nucleus,
 )
 from .verify_tree_leaf import TRAVERSAL, WALKED, leaf_kernel
+from .verify_tree_lossy import SYNTHETIC, TYPICAL, lossy_walk_kernel
 
 TARGET_ONLY = tl.constexpr(0)
 RECURSIVE = tl.constexpr(1)
@@ -376,7 +377,7 @@ def verify_tree(
     target, target_is_probs, draft_tokens, parents, cu_num_draft, temperature, top_p, top_k, min_p, seed, slots, position,
     draft, draft_is_probs, draft_rows, draft_cutoff, draft_row_max, draft_log_mass,
     draft_temperature, draft_top_p, draft_top_k, draft_min_p, draft_slots,
-    target_to_draft, rule, replacement, filter_order,
+    target_to_draft, rule, replacement, bound, factor, rates, filter_order,
     tokens, num_accepted, path, num_emitted, status, logprobs, cutoff, row_max, log_mass,
 ) -> None:  # fmt: skip
     B, K = tokens.shape[0], tokens.shape[1] - 1
@@ -391,17 +392,24 @@ def verify_tree(
     scanned = rows if rule == TRAVERSAL.value else B
     length = lambda t: 0 if t is None else t.shape[0]  # noqa: E731
     spaces = 2 if scans_q and not target_is_probs else 1
+    lossy = rule >= TYPICAL.value
     shared = {
         "target": target, "stride": target.stride(0), "R": R, "V": V, "draft_tokens": draft_tokens, "parents": parents,
         "D": min(draft_tokens.shape[0], parents.shape[0]), "cu": cu_num_draft, "B": B, "K": K,
         "temperature": temperature, "seed": seed, "slots": slots, "num_slots": length(slots),
         "num_params": temperature.shape[0], "position": position,
+        "T_PROBS": target_is_probs, "RULE": rule, "SUB": SUB, "MAXIMA": maxima,
+    }  # fmt: skip
+    q = {
         "draft": draft, "draft_stride": 0 if draft is None else draft.stride(0), "draft_height": height, "Vd": Vd,
         "draft_rows": draft_rows, "num_draft_rows": length(draft_rows),
         "q_temperature": draft_temperature, "q_slots": draft_slots, "num_q_slots": length(draft_slots),
         "num_q_params": length(draft_temperature), "target_to_draft": target_to_draft,
-        "T_PROBS": target_is_probs, "Q_PROBS": draft_is_probs and draft is not None, "RULE": rule, "SPACES": spaces,
-        "SUB": SUB, "MAXIMA": maxima,
+        "Q_PROBS": draft_is_probs and draft is not None, "SPACES": spaces,
+    }  # fmt: skip
+    filters = {
+        "top_p": top_p, "top_k": top_k, "min_p": min_p, "ORDER": filter_order,
+        "P_TILE": scan_tile(target, SUB) * (1 if scans_q else 2),
     }  # fmt: skip
     counters = {"best": B, "nans": B, "finished": B}
     found = {
@@ -410,21 +418,31 @@ def verify_tree(
     }  # fmt: skip
     if rule == TRAVERSAL.value:
         found["state"] = STATE.value * rows
+    if rule == SYNTHETIC.value:
+        found["path_argmax"] = rows
     splits = race_splits(B, V, target.device)
     with workspace(spaces * scanned, maxima, counters, target.device, **found) as scratch:
         between = {
             name: scratch[name]
-            for name in ("p_nucleus", "q_nucleus", "path_node", "path_status", "walked", "remainder", "taken", "space")
+            for name in ("p_nucleus", "path_node", "path_status", "walked", "remainder", "taken", "space")
         }
-        walk_kernel[(B,)](
-            **shared, **between, state=scratch.get("state"), lists=scratch["lists"], top_p=top_p, top_k=top_k, min_p=min_p,
-            draft_cutoff=draft_cutoff, draft_row_max=draft_row_max, draft_log_mass=draft_log_mass,
-            num_saved=length(draft_cutoff), q_top_p=draft_top_p, q_top_k=draft_top_k, q_min_p=draft_min_p,
-            REPLACEMENT=replacement, SCAN_Q=scans_q, ORDER=filter_order, P_TILE=scan_tile(target, SUB) * (1 if scans_q else 2),
-            Q_TILE=scan_tile(draft, SUB) if scans_q else 0, **WALK_OPTIONS,
-        )  # fmt: skip
+        path_argmax = scratch.get("path_argmax")
+        if lossy:
+            lossy_walk_kernel[(B,)](
+                **shared, **filters, **between, path_argmax=path_argmax, lists=scratch["lists"],
+                bound=bound, factor=factor, rates=rates, num_rates=length(rates), **WALK_OPTIONS,
+            )  # fmt: skip
+        else:
+            walk_kernel[(B,)](
+                **shared, **q, **filters, **between, q_nucleus=scratch["q_nucleus"], state=scratch.get("state"),
+                lists=scratch["lists"], draft_cutoff=draft_cutoff, draft_row_max=draft_row_max,
+                draft_log_mass=draft_log_mass, num_saved=length(draft_cutoff), q_top_p=draft_top_p, q_top_k=draft_top_k,
+                q_min_p=draft_min_p, REPLACEMENT=replacement, SCAN_Q=scans_q,
+                Q_TILE=scan_tile(draft, SUB) if scans_q else 0, **WALK_OPTIONS,
+            )  # fmt: skip
         leaf_kernel[(B * splits,)](
-            **shared, **between, best=scratch["best"], nans=scratch["nans"], finished=scratch["finished"],
+            **shared, **q, **between, q_nucleus=scratch["q_nucleus"], path_argmax=path_argmax, best=scratch["best"],
+            nans=scratch["nans"], finished=scratch["finished"],
             tokens=tokens, num_accepted=num_accepted, path=path, num_emitted=num_emitted, status=status, logprobs=logprobs,
             cutoff=cutoff, row_max=row_max, log_mass=log_mass,
             splits=splits, SHARE=race_share_of(widest), K_PAD=power_of_2(K + 1), **OPTIONS,

@@ -26,7 +26,7 @@ def leaf_kernel(
     draft, draft_stride, draft_height, Vd, draft_rows, num_draft_rows, q_temperature, q_slots, num_q_slots, num_q_params,
     target_to_draft,
     tokens, num_accepted, path, num_emitted, status, logprobs, cutoff, row_max, log_mass,
-    p_nucleus, q_nucleus, path_node, path_status, walked, remainder, taken, space, best, nans, finished, splits,
+    p_nucleus, q_nucleus, path_node, path_status, path_argmax, walked, remainder, taken, space, best, nans, finished, splits,
     T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, RULE: tl.constexpr, SPACES: tl.constexpr,
     SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr, K_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -125,6 +125,9 @@ def leaf_kernel(
             log_p = log_of(z)
         else:
             log_p = tl.where(greedy, 0.0, log_probability(z, c, m, mass, inverse))
+            if path_argmax is not None:  # drafts that no greedy request would emit may have been accepted
+                argmax = tl.load(path_argmax + r, mask=on_path & (not rowless) & greedy, other=0)
+                log_p = tl.where(greedy & (token != argmax), -INF, log_p)
         tl.store(logprobs + r, tl.where(on_path, tl.where(found, log_p, -INF), 0.0), mask=inside)
     if cutoff is not None:
         lost = rowless & (k == 0)
