@@ -168,13 +168,18 @@ def draw_with_keys(w: TreeWorld, text, seed, key_of=lambda anchor, depth, node: 
         row = w.draft(contexts[node])
         depth = len(contexts[node]) - len(text)
 
-        def drawn_by(child, count):
+        def drawn_by(child, count, of=row):
             position, id_ = key_of(len(text), depth, child)  # noqa: B023
             at, ids = torch.tensor([position]), torch.tensor([id_])
-            return sample(row[None], params, at, stream=0, ids=ids, num_samples=count).tokens.flatten().tolist()  # noqa: B023
+            return sample(of[None], params, at, stream=0, ids=ids, num_samples=count).tokens.flatten().tolist()  # noqa: B023
 
         if w.draw is draw_without_replacement:
             drawn = drawn_by(children[0], len(children))
+        elif w.draw is draw_greedy_draft:
+            fixed = row.topk(min(len(children) - 1, w.vocab)).indices
+            rest = row.index_fill(0, fixed, -torch.inf)
+            fixed = [*fixed.tolist(), *[-1] * (len(children) - 1 - len(fixed))]
+            drawn = [*fixed, *(drawn_by(children[-1], 1, rest) if rest.isfinite().any() else [-1])]
         else:
             drawn = [drawn_by(child, 1)[0] for child in children]
         for child, token in zip(children, drawn, strict=True):
@@ -197,7 +202,7 @@ def stepper(w: TreeWorld, **keys):
     return step
 
 
-STEPPED = [EXACT[0], EXACT[4], EXACT[5], EXACT[6], EXACT[7]]
+STEPPED = [EXACT[0], EXACT[4], EXACT[5], EXACT[6], EXACT[7], EXACT[8]]
 
 
 @pytest.mark.parametrize("parents", [[0, 0, 0], [0, 1], [0, 0, 1]], ids=str)
@@ -206,7 +211,7 @@ def test_texts_over_steps_with_real_keys(rule, replacement, draw, parents):
     """Four tokens and more over three steps and more. (Over two tokens, two children without replacement always hit.)"""
     w = TreeWorld(parents, draw, 2, 3, rule=rule, replacement=replacement)
     length = 4
-    if draw is draw_without_replacement and parents != [0, 1]:
+    if draw in (draw_without_replacement, draw_greedy_draft) and parents != [0, 1]:
         length, w.parents = 6, parents[-2:] if parents[-1] == 0 else parents
     law, steps = text_law_by_steps(stepper(w), length)
     assert steps >= 3
