@@ -5,7 +5,8 @@ Draft j of request r survives with a(r, j) = c(r, 1) .. c(r, j). Drafts are admi
 offset, then by request; so a request's drafts come in their order). Source: DSpark (2607.05147), algorithm 1.
 
 Early stopping: with n drafts admitted a step yields tau = B + sum a tokens and runs steps_per_second[B + n] times a second;
-admission stops at the first draft that does not raise their product. Whether draft j is admitted then depends on what was known
+admission stops at the first draft that does not raise their product. (Survivals are added as multiples of 2^-40, rounded
+down: their sum must not depend on the order.) Whether draft j is admitted then depends on what was known
 before it was drawn (its confidence is), which keeps verification exact. Taking the best n of all instead would look at
 confidences that depend on earlier drafts' values, and is biased (python tests: (.85, .15) instead of (.7, .3)).
 
@@ -17,6 +18,8 @@ import math
 
 import torch
 from torch import Tensor
+
+FIXED = 1 << 40
 
 
 def schedule_lengths(
@@ -46,12 +49,13 @@ def schedule_lengths(
         for _, _, b in order[:budget]:
             lengths[b] += 1
         return lengths
-    tau, best = float(B), float(B) * float(steps_per_second[min(B, len(steps_per_second) - 1)])
+    tau = B * FIXED
+    best = float(tau) * float(steps_per_second[min(B, len(steps_per_second) - 1)])
     for n, (minus_survives, _, b) in enumerate(order, 1):
         if B + n >= len(steps_per_second):
             break
-        tau -= minus_survives
-        rate = tau * float(steps_per_second[B + n])
+        tau += int(-minus_survives * FIXED)
+        rate = float(tau) * float(steps_per_second[B + n])
         if not rate > best:
             break
         best = rate

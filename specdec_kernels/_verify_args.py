@@ -78,6 +78,9 @@ def draft_of(
             _checks.fail(op, "draft_nucleus", "None where there are no draft_logits", "a Nucleus")
         for name, tensor in zip(Nucleus._fields, draft_nucleus, strict=True):
             _checks.vector(op, f"draft_nucleus.{name}", tensor, (torch.float32,), D, "D", device, at_least=True)
+            if tensor.shape != draft_nucleus[0].shape:
+                must = f"as long as draft_nucleus.cutoff {list(draft_nucleus[0].shape)}"
+                _checks.fail(op, f"draft_nucleus.{name}", must, tensor)
     if target_to_draft is not None:
         _checks.vector(op, "target_to_draft", target_to_draft, _checks.INDEX_DTYPES, vocab, "V", device)
     return draft, is_probs, draft_params

@@ -33,8 +33,10 @@ def target_to_draft(draft_to_target: Tensor, vocab_size: int, *, offsets: bool) 
         _checks.fail(op, "draft_to_target", "int32 or int64 [Vd]", draft_to_target)
     device = draft_to_target.device
     _checks.vector(op, "draft_to_target", draft_to_target, _checks.INDEX_DTYPES, 1, "Vd", device, at_least=True)
-    if not isinstance(vocab_size, int) or vocab_size < 1:
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
         _checks.fail(op, "vocab_size", "an int >= 1", vocab_size)
+    if not isinstance(offsets, bool):
+        _checks.fail(op, "offsets", "True or False", offsets)
     column = torch.arange(draft_to_target.shape[0], device=device)
     ids = draft_to_target.long() + column if offsets else draft_to_target.long()
     outside = (ids < 0) | (ids >= vocab_size)

@@ -25,7 +25,7 @@ def schedule_lengths(
 
         (B + sum of admitted a) * steps_per_second[B + number admitted]
 
-    and not past the first that does not: the best prefix of all would depend on drafts' values and bias the text. With `budget`:
+    (a rounded down to multiples of 2^-40) and not past the first that does not: the best prefix of all would depend on drafts' values and bias the text. With `budget`:
     that many.
 
     Args:
@@ -57,8 +57,8 @@ def schedule_lengths(
         _checks.fail(op, "steps_per_second", "given, or budget instead of it", got)
     if steps_per_second is not None:
         _checks.vector(op, "steps_per_second", steps_per_second, (torch.float32,), 1, "T", device, at_least=True)
-    elif not isinstance(budget, (int, torch.SymInt)) or isinstance(budget, bool) or budget < 0:
-        _checks.fail(op, "budget", "an int >= 0", budget)
+    elif not isinstance(budget, (int, torch.SymInt)) or isinstance(budget, bool) or not 0 <= budget < 1 << 63:
+        _checks.fail(op, "budget", "an int >= 0, below 2^63", budget)
     if out is None:
         out = torch.empty(B, dtype=torch.int32, device=device)
     else:

@@ -116,9 +116,9 @@ def static_tree(choices: Sequence[Sequence[int]], device: torch.device | str | N
         _checks.fail(op, "choices", f"a list of 1 to {MAX_NODES} tuples of ranks", choices)
     known: set[tuple[int, ...]] = set()
     for i, choice in enumerate(choices):
-        ranks = isinstance(choice, (list, tuple)) and all(type(rank) is int and rank >= 0 for rank in choice)
+        ranks = isinstance(choice, (list, tuple)) and all(type(rank) is int and 0 <= rank < 1 << 31 for rank in choice)
         if not ranks or not choice:
-            _checks.fail(op, f"choices[{i}]", "a tuple of ranks, ints >= 0, one or more", choice)
+            _checks.fail(op, f"choices[{i}]", "a tuple of ranks, ints in [0, 2^31), one or more", choice)
         if tuple(choice) in known:
             _checks.fail(op, f"choices[{i}]", "there once", choice)
         known.add(tuple(choice))

@@ -130,8 +130,8 @@ def _calls() -> dict:
             draft_probs=torch.zeros(B * K, V), max_draft=K, backend="triton", logprobs=1,
         )  # fmt: skip
 
-    def tree(dtype, rule, **options):
-        target, q = torch.zeros(B * (K + 1), V, dtype=dtype), torch.zeros(B * K, V, dtype=dtype)
+    def tree(dtype, rule, vocab=V, **options):
+        target, q = torch.zeros(B * (K + 1), vocab, dtype=dtype), torch.zeros(B * K, vocab, dtype=dtype)
         if rule != "target_only":
             options |= {"draft_logits": q, "draft_params": params}
         parents = torch.zeros(B * K, dtype=torch.int64)
@@ -176,6 +176,7 @@ def _calls() -> dict:
             tree, f32, "traversal", replacement=False, draft_nucleus=saved
         ),
         "verify_tree bfloat16 greedy_draft": call(tree, bf16, "greedy_draft"),
+        "verify_tree bfloat16 traversal unaligned": call(tree, bf16, "traversal", 32_001, replacement=False),
         "verify_tree bfloat16 typical": call(lossy, sk.lossy.typical),
         "verify_tree bfloat16 threshold": call(lossy, sk.lossy.threshold, threshold_acc=0.7),
         "verify_tree bfloat16 synthetic": call(lossy, sk.lossy.synthetic, rates=torch.ones(3), logprobs=1),

@@ -309,6 +309,10 @@ WRONG = {
         {"draft_logits": None, "draft_params": None, "draft_nucleus": sk.Nucleus(*torch.zeros(3, 4))},
         "draft_nucleus must be None where there are no draft_logits",
     ),
+    "nucleus_ragged": (
+        {"draft_nucleus": sk.Nucleus(torch.zeros(9), torch.zeros(5), torch.zeros(9))},
+        r"draft_nucleus.row_max must be as long as draft_nucleus.cutoff \[9\], got float32 \[5\]",
+    ),
     "nucleus_short": (
         {"draft_nucleus": sk.Nucleus(*torch.zeros(3, 3))},
         r"draft_nucleus.cutoff must be float32 \[D>=4\]",

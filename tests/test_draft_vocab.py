@@ -49,6 +49,8 @@ def test_reduced_vocabulary_is_exact(rule, compiled):
         (torch.tensor([1.0]), {"offsets": True}, r"int32 or int64 \[Vd>=1\]"),
         ([1], {"offsets": True}, r"int32 or int64 \[Vd\], got list"),
         (torch.tensor([0]), {"offsets": True, "vocab_size": 0}, "vocab_size must be an int >= 1, got int 0"),
+        (torch.tensor([0]), {"offsets": True, "vocab_size": True}, "vocab_size must be an int >= 1, got bool True"),
+        (torch.tensor([0]), {"offsets": None}, "offsets must be True or False, got NoneType None"),
     ],
 )
 def test_errors_name_the_argument(table, given, message):

@@ -171,7 +171,7 @@ def draw_with_keys(w: TreeWorld, text, seed, key_of=lambda anchor, depth, node: 
         def drawn_by(child, count, of=row):
             position, id_ = key_of(len(text), depth, child)  # noqa: B023
             at, ids = torch.tensor([position]), torch.tensor([id_])
-            return sample(of[None], params, at, stream=0, ids=ids, num_samples=count).tokens.flatten().tolist()  # noqa: B023
+            return sample(of[None], params, at, stream=0, ids=ids, num_samples=count).tokens.flatten().tolist()
 
         if w.draw is draw_without_replacement:
             drawn = drawn_by(children[0], len(children))

@@ -50,6 +50,14 @@ def test_stops_at_the_first_that_does_not_gain(backend):
         assert got.tolist() == [0]
 
 
+def test_small_survivals_do_not_depend_on_the_order_of_sums(backend):
+    """Under a flat curve every survival counts, down to 2^-40, whatever it is added to."""
+    x = torch.tensor([[2**-30 * (1 + 2**-23), 2**-9], [2**-41, 1.0]])
+    for rows, want in ((x[:1], [2]), (x[1:], [0]), (x, [2, 0])):
+        assert sk.schedule_lengths(rows, steps_per_second=torch.ones(9), backend=backend).tolist() == want
+        assert python_ref.schedule_lengths(rows, steps_per_second=torch.ones(9)).tolist() == want
+
+
 def test_saturated_confidences_come_in_order(backend):
     """Confidences of 1 make equal survivals: offset by offset, then request by request."""
     c = torch.ones(3, 4)
@@ -121,7 +129,8 @@ def test_length_peeks():
     [
         ({}, "steps_per_second must be given, or budget instead of it, got neither"),
         ({"budget": 1, "steps_per_second": torch.ones(3)}, "got both"),
-        ({"budget": -1}, "budget must be an int >= 0, got int -1"),
+        ({"budget": -1}, "budget must be an int >= 0, below 2\\^63, got int -1"),
+        ({"budget": 1 << 63}, "budget must be an int >= 0, below 2\\^63, got int 92233"),
         ({"budget": True}, "budget must be an int >= 0"),
         ({"confidence": torch.ones(3), "budget": 1}, r"confidence must be float32 \[B, K\], got float32 \[3\]"),
         ({"num_draft": torch.ones(3).int(), "budget": 1}, r"num_draft must be int32 or int64 \[B=2\]"),

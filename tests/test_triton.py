@@ -249,6 +249,29 @@ def test_vocabulary_too_large():
         )  # fmt: skip
 
 
+def test_rows_of_outputs_too_wide():
+    call = make_call(vocab=20, filters=SOME[:1], lengths=[1])
+    with pytest.raises(ValueError, match="max_draft must be below 1048576 for backend 'triton', got 1048576"):
+        call.but(max_draft=1 << 20).run("triton")
+    tree = make_tree_call(vocab=20, filters=SOME[:1], trees=[[0]])
+    with pytest.raises(ValueError, match="max_depth must be below 1048576 for backend 'triton', got 1048576"):
+        tree.but(max_depth=1 << 20).run("triton")
+
+
+def test_a_tile_of_a_small_row_keeps_to_its_maxima():
+    """More of them than the workspace has room for would be stored over the masses, inside one tensor, so that no bounds check
+    sees it: the kernel asserts it."""
+    from specdec_kernels.triton import verify_tree as op
+
+    for vocab in (1, 256, 1008, 4096):
+        for dtype in (torch.bfloat16, torch.float32):
+            make_tree_call("normal", vocab, dtype, filters=SOME[:1], trees=[[0, 0]]).run("triton")
+    call = make_tree_call("normal", 256, filters=SOME[:1], trees=[[0, 0]])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception, match="AssertionError"):
+        patch.setattr(op, "min", max, raising=False)
+        call.run("triton")
+
+
 def test_out_of_bounds_is_seen(monkeypatch):
     """The check that all tests here run under does see an access past the end of a tensor."""
     from triton.runtime.errors import InterpreterError

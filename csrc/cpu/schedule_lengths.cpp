@@ -7,6 +7,8 @@
 namespace specdec {
 namespace {
 
+constexpr int64_t kFixed = int64_t{1} << 40;
+
 struct Candidate {
   float survives;
   int64_t offset, request;
@@ -44,10 +46,12 @@ void schedule_lengths(Tensor confidence, MaybeTensor num_draft, MaybeTensor step
   }
   const int64_t most = steps_per_second->numel() - 1;
   const float* rate_of = floats(op, "steps_per_second", steps_per_second, 1);
-  double tau = static_cast<double>(batch), best = tau * rate_of[batch < most ? batch : most];
+  // In fixed point: the sum is the same in any order.
+  int64_t tau = batch * kFixed;
+  double best = static_cast<double>(tau) * rate_of[batch < most ? batch : most];
   for (int64_t n = 0; n < total && batch + n + 1 <= most; ++n) {
-    tau += order[n].survives;
-    const double rate = tau * rate_of[batch + n + 1];
+    tau += static_cast<int64_t>(order[n].survives * static_cast<float>(kFixed));
+    const double rate = static_cast<double>(tau) * rate_of[batch + n + 1];
     if (!(rate > best)) return;
     best = rate;
     ++out[order[n].request];

@@ -4,6 +4,8 @@ import torch
 
 from .. import _backends
 
+FIXED = 1 << 40
+
 
 def schedule_lengths(confidence, num_draft, steps_per_second, budget, lengths) -> None:
     B, K = confidence.shape
@@ -26,10 +28,9 @@ def schedule_lengths(confidence, num_draft, steps_per_second, budget, lengths) -
     else:
         most = steps_per_second.shape[0] - 1
         tokens = torch.cat([torch.full((1,), B, device=device), B + n])
-        tau = torch.cat(
-            [torch.full((1,), float(B), device=device, dtype=torch.float64), torch.where(real, ordered, 0.0).double()]
-        )
-        rate = tau.cumsum(0) * steps_per_second.double()[tokens.clamp_max(most)]
+        # In fixed point: the sum is the same in any order.
+        admits = torch.nn.functional.pad((torch.where(real, ordered, 0.0) * FIXED).long(), (1, 0), value=B * FIXED)
+        rate = admits.cumsum(0).double() * steps_per_second.double()[tokens.clamp_max(most)]
         admitted = (real & (rate[1:] > rate[:-1]) & (B + n <= most)).long().cumprod(0).bool()
     lengths.zero_()
     lengths.scatter_add_(0, request[place], admitted.to(torch.int32))

@@ -91,6 +91,12 @@ def check_vocab(op: str, name: str, vocab: int) -> None:
         fail(op, name, f"over at most {MAX_VOCAB} ids for backend 'triton'", str(vocab))
 
 
+def check_width(op: str, name: str, width: int) -> None:
+    """Of an output row, which one block holds."""
+    if width >= 1 << 20:
+        fail(op, name, f"below {1 << 20} for backend 'triton'", str(width))
+
+
 class Workspace:
     """What the programs of a call leave for each other: `space`, per scanned row its subtiles' maxima and masses, a list of
     subtiles and candidates, 4 * (3 * subtiles + 1,024) bytes; results of 32 bits; 64-bit counters, zero between calls."""

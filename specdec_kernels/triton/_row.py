@@ -80,6 +80,7 @@ def scan_share(
 ):
     """Part `split` of `splits` of a row of V logits to the maxima and masses of its subtiles; 1 if a NaN was seen, else 0."""
     SUBS: tl.constexpr = TILE // SUB
+    tl.static_assert(SUBS <= MAXIMA)  # or a tile's maxima would be stored over the masses
     tiles = tl.cdiv(V, TILE)
     share = tl.cdiv(tiles, splits)
     first = split * share

@@ -9,6 +9,7 @@ from ._launch import OPTIONS, power_of_2, workspace
 
 MOST = 4096  # drafts that one program sorts in its registers
 REQUESTS = tl.constexpr(256)  # looked at together
+FIXED = tl.constexpr(1 << 40)
 
 
 @triton.jit(do_not_specialize=["T", "budget", "B", "K"])
@@ -39,12 +40,12 @@ def schedule_lengths_kernel(
     admitted = (key >= 0) & (n <= budget)
     if steps_per_second is not None:
         survives = tl.where(key >= 0, (key >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-        tau = B + tl.cumsum(survives.to(tl.float64), 0)
+        tau = tl.cumsum((survives * FIXED).to(tl.int64), 0) + (tl.zeros([], tl.int64) + B) * FIXED
         tl.store(taus + n, tau)
-        tl.store(taus, tl.zeros([], tl.float64) + B)
+        tl.store(taus, (tl.zeros([], tl.int64) + B) * FIXED)
         tl.debug_barrier()
-        rate = tau * tl.load(steps_per_second + tl.minimum(B + n, T - 1)).to(tl.float64)
-        before = tl.load(taus + i) * tl.load(steps_per_second + tl.minimum(B + i, T - 1)).to(tl.float64)
+        rate = tau.to(tl.float64) * tl.load(steps_per_second + tl.minimum(B + n, T - 1)).to(tl.float64)
+        before = tl.load(taus + i).to(tl.float64) * tl.load(steps_per_second + tl.minimum(B + i, T - 1)).to(tl.float64)
         gains = (key >= 0) & (rate > before) & (B + n < T)
         admitted = n < tl.min(tl.where(gains, SIZE + 1, n), 0)
     least = tl.min(tl.where(admitted, key, 0x7FFFFFFFFFFFFFFF), 0)
@@ -66,5 +67,5 @@ def schedule_lengths(confidence, num_draft, steps_per_second, budget, lengths) -
     with workspace(0, 0, {}, confidence.device, keys=2 * B * K, taus=2 * (size + 1)) as scratch:
         schedule_lengths_kernel[(1,)](
             confidence, num_draft, steps_per_second, T, min(budget, size), lengths, scratch["keys"].view(torch.int64),
-            scratch["taus"].view(torch.float64), B, K, SIZE=size, **OPTIONS | {"maxnreg": 255},
+            scratch["taus"].view(torch.int64), B, K, SIZE=size, **OPTIONS | {"maxnreg": 255},
         )  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 from ._launch import (
     OPTIONS,
     check_vocab,
+    check_width,
     maxima_of,
     power_of_2,
     race_share_of,
@@ -479,6 +480,7 @@ def verify_chain(
     sides = 2 if draft is not None and not draft_is_probs and draft_cutoff is None else 1
     widest = max(V, Vd) if sides == 2 else V
     check_vocab("verify_chain", "draft_logits", widest)
+    check_width("verify_chain", "max_draft", K)
     maxima, SUB = maxima_of(widest), subtile_of(widest)
     rows = B * (K + 1)
     scanned = rows + (B * K if sides == 2 else 0)

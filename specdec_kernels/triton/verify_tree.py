@@ -11,6 +11,7 @@ import triton.language as tl
 from ._launch import (
     OPTIONS,
     check_vocab,
+    check_width,
     maxima_of,
     power_of_2,
     race_share_of,
@@ -387,6 +388,7 @@ def verify_tree(
     widest = max(V, Vd) if scans_q else V
     check_vocab("verify_tree", "target_probs" if target_is_probs else "target_logits", V)
     check_vocab("verify_tree", "draft_logits", widest)
+    check_width("verify_tree", "max_depth", K)
     maxima, SUB = maxima_of(widest), subtile_of(widest)
     rows = B * (K + 1)
     scanned = rows if rule == TRAVERSAL.value else B
@@ -409,7 +411,7 @@ def verify_tree(
     }  # fmt: skip
     filters = {
         "top_p": top_p, "top_k": top_k, "min_p": min_p, "ORDER": filter_order,
-        "P_TILE": scan_tile(target, SUB) * (1 if scans_q else 2),
+        "P_TILE": min(scan_tile(target, SUB) * (1 if scans_q else 2), maxima * SUB),
     }  # fmt: skip
     counters = {"best": B, "nans": B, "finished": B}
     found = {

@@ -134,6 +134,7 @@ def leaf_kernel(
         tl.store(cutoff + r, tl.where(lost, INF, c), mask=inside)
         tl.store(row_max + r, tl.where(lost, -INF, m), mask=inside)
         tl.store(log_mass + r, tl.where(lost, -INF, mass), mask=inside)
+    tl.debug_barrier()  # all have read them
     tl.store(best + b, tl.zeros([], tl.int64))
     tl.store(nans + b, tl.zeros([], tl.int64))
     tl.store(finished + b, tl.zeros([], tl.int64))
