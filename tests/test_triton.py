@@ -266,7 +266,7 @@ def test_a_tile_of_a_small_row_keeps_to_its_maxima():
     for vocab in (1, 256, 1008, 4096):
         for dtype in (torch.bfloat16, torch.float32):
             make_tree_call("normal", vocab, dtype, filters=SOME[:1], trees=[[0, 0]]).run("triton")
-    call = make_tree_call("normal", 256, filters=SOME[:1], trees=[[0, 0]])
+    call = make_tree_call("normal", 256, torch.bfloat16, filters=SOME[:1], trees=[[0, 0]])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception, match="AssertionError"):
         patch.setattr(op, "min", max, raising=False)
         call.run("triton")
