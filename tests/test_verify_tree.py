@@ -81,6 +81,20 @@ def test_many_siblings(backend):
     tally.assert_few(undecided=0.3)
 
 
+@pytest.mark.parametrize(("rule", "replacement"), RULES, ids=NAMES)
+def test_repeated_siblings(rule, replacement, backend):
+    """A token counts once among siblings, whatever the rule makes of the second."""
+    tally, trees = Tally(), [[0, 0, 0, 0], [0, 0, 1, 1, 1, 2, 2], [0] * 6]
+    for seed in range(3):
+        call = make_tree_call(
+            "normal", 12, rule=rule, replacement=replacement, trees=trees, filters=[(0.7, 1.0, 0, 0.0)] * 3, seed=seed
+        )
+        first = torch.tensor([0, 0, 2, 2, 4, 4, 6, 6, 6, 9, 9, 11, 11, 11, 14, 14, 16])
+        call = call.but(drafts=call.drafts[first])
+        compare(call.run(backend), call.oracle(), tally)
+    tally.assert_few()
+
+
 @pytest.mark.parametrize(
     ("tree", "chain"),
     [(("target_only", None), "token"), (("recursive", True), "token"), (("traversal", False), "block")],
