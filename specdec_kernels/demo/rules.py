@@ -12,7 +12,7 @@ from .compare import Measurement, Mode, table
 
 PLAIN = "plain"
 RULES = ("token", "block", "coupled")
-HEADER = ["rule", "tokens", "steps", "accepted/step", "tok/step", "tok/s", "over token", "over plain"]
+HEADER = ["rule", "tokens", "steps", "drafts accepted", "per step", "tok/s", "over token", "over plain"]
 
 
 def first_layers(model, count: int):
@@ -66,8 +66,9 @@ def rule_table(cells: dict[str, Measurement]) -> str:
     rows = []
     for name, cell in cells.items():
         steps = sum(cell.calls)
-        accepted = sum(s.accepted for s in cell.stats) / steps if steps else 0.0
-        per_step = sum(s.tokens for s in cell.stats) / steps if steps else 0.0
-        figures = f"{sum(cell.tokens)}", f"{steps}", f"{accepted:.2f}", f"{per_step:.2f}", f"{median(cell.rates):.1f}"
+        accepted, drafted = (sum(getattr(s, field) for s in cell.stats) for field in ("accepted", "drafted"))
+        share = f"{accepted / drafted:.2f}" if drafted else ""
+        per_step = f"{accepted / steps:.2f}" if steps else ""
+        figures = f"{sum(cell.tokens)}", f"{steps}", share, per_step, f"{median(cell.rates):.1f}"
         rows.append([name, *figures, over(name, "token"), over(name, PLAIN)])
     return table(rows, HEADER)
