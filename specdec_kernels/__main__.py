@@ -15,6 +15,9 @@ def main(argv: list[str]) -> int:
         from .demo.__main__ import main as demo
 
         return demo(argv[1:])
+    if command in ("-h", "--help"):
+        print(__doc__)
+        return 0
     print(f"usage: python -m specdec_kernels [info|demo], got {command!r}", file=sys.stderr)
     return 2
 

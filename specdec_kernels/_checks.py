@@ -43,6 +43,8 @@ def vector(
         and (value.shape[0] <= 1 or value.stride(0) == 1)
     ):
         return
+    if isinstance(value, Tensor) and value.dim() == 1 and value.shape[0] > 1 and value.stride(0) != 1:
+        fail(op, name, "contiguous", f"stride {value.stride(0)}")
     kind = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     length = f"{what}{'>=' if at_least else '='}{size}" if size or not at_least else what
     fail(op, name, f"{kind} [{length}], contiguous, on {device}", value)

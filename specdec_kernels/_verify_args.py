@@ -28,7 +28,8 @@ def batch_of(op: str, cu_num_draft, draft_tokens, params, position, device: torc
     B = cu_num_draft.shape[0] - 1
     _checks.vector(op, "cu_num_draft", cu_num_draft, (torch.int32,), B + 1, "B + 1", device)
     if isinstance(draft_tokens, Tensor) and draft_tokens.dim() == 2:
-        _checks.fail(op, "draft_tokens", "[D], request-major (ragged_from_padded makes it from [B, K])", draft_tokens)
+        how = "ragged_from_padded makes it from [B, K] of chains, .flatten() from [B, n] of trees"
+        _checks.fail(op, "draft_tokens", f"[D], request-major ({how})", draft_tokens)
     _checks.vector(op, "draft_tokens", draft_tokens, _checks.INDEX_DTYPES, 0, "D", device, at_least=True)
     if getattr(params, "num_requests", 0) == B + 1:  # counts, or a prefix sum without its 0
         must = f"int32 [B + 1={B + 2}], a prefix sum that starts at 0, for the B={B + 1} requests of params"

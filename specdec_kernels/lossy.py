@@ -69,10 +69,10 @@ def typical(
     >>> lossy.typical(logits, torch.tensor([1]), cu, params).num_accepted
     tensor([1], dtype=torch.int32)
     """
-    _number("typical", "epsilon", epsilon, "in (0, 1]", lambda x: 0 < x <= 1)
-    _number("typical", "delta", delta, "finite and >= 0", lambda x: 0 <= x < math.inf)
+    _number("lossy.typical", "epsilon", epsilon, "in (0, 1]", lambda x: 0 < x <= 1)
+    _number("lossy.typical", "delta", delta, "finite and >= 0", lambda x: 0 <= x < math.inf)
     return run_rule(
-        "typical", TYPICAL, target_logits, draft_tokens, parents, cu_num_draft, params, position, target_probs, max_depth,
+        "lossy.typical", TYPICAL, target_logits, draft_tokens, parents, cu_num_draft, params, position, target_probs, max_depth,
         filter_order, logprobs, return_nucleus, out, backend, bound=epsilon, factor=delta,
     )  # fmt: skip
 
@@ -120,9 +120,9 @@ def threshold(
     tensor([1], dtype=torch.int32)
     """
     for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
-        _number("threshold", name, value, "in (0, 1]", lambda x: 0 < x <= 1)
+        _number("lossy.threshold", name, value, "in (0, 1]", lambda x: 0 < x <= 1)
     return run_rule(
-        "threshold", THRESHOLD, target_logits, draft_tokens, parents, cu_num_draft, params, position, target_probs, max_depth,
+        "lossy.threshold", THRESHOLD, target_logits, draft_tokens, parents, cu_num_draft, params, position, target_probs, max_depth,
         filter_order, logprobs, return_nucleus, out, backend, bound=threshold_single, factor=threshold_acc,
     )  # fmt: skip
 
@@ -167,9 +167,9 @@ def synthetic(
     tensor([1], dtype=torch.int32)
     """
     if not isinstance(rates, Tensor):
-        _checks.fail("synthetic", "rates", "float32 [n]", rates)
+        _checks.fail("lossy.synthetic", "rates", "float32 [n]", rates)
     return run_rule(
-        "synthetic", SYNTHETIC, target_logits, draft_tokens, parents, cu_num_draft, params, position, target_probs, max_depth,
+        "lossy.synthetic", SYNTHETIC, target_logits, draft_tokens, parents, cu_num_draft, params, position, target_probs, max_depth,
         filter_order, logprobs, return_nucleus, out, backend, rates=rates,
     )  # fmt: skip
 

@@ -85,8 +85,8 @@ def verify_tree(
     Args:
         target_logits: [R >= N, V] float32, bfloat16 or float16, last dimension contiguous. None with `target_probs`.
         draft_tokens: int32/int64 [>= D], target ids, request-major. A negative id or one >= V is a child that is not there.
-        parents: int32/int64 [>= D]: each draft's parent node, smaller than the draft's own, 0 for children of the root; -1: the
-            draft is not there, nor what hangs from it. Siblings are tried in ascending order.
+        parents: int32/int64 [>= D]: each draft's parent node within its request, smaller than the draft's own, 0 (not -1) for
+            children of the root; -1: the draft is not there, nor what hangs from it. Siblings are tried in ascending order.
         cu_num_draft: int32 [B + 1], exclusive prefix sum of d_b; at most 128 drafts of a request are looked at (status 32).
         params, position, target_probs, target_to_draft, filter_order, logprobs, return_nucleus, backend: as in `verify_chain`;
             `position` [B] is that of the token behind the root.
@@ -156,7 +156,12 @@ def run_rule(
         _checks.fail(op, "logprobs", "0 or 1", logprobs)
     if max_depth is None:
         if device.type != "cpu" or torch.compiler.is_compiling():
-            _checks.fail(op, "max_depth", f"given for tensors on {device} (reading parents would sync)", "None")
+            why = (
+                "a graph reads no parents"
+                if torch.compiler.is_compiling()
+                else f"reading parents on {device} would sync"
+            )
+            _checks.fail(op, "max_depth", f"given ({why})", "None")
         max_depth = _deepest(parents, cu_num_draft)
     elif not isinstance(max_depth, (int, torch.SymInt)) or max_depth < 0:
         _checks.fail(op, "max_depth", "an int >= 0", max_depth)

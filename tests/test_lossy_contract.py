@@ -54,21 +54,21 @@ def test_fake_tensors_give_shapes(rule, backend):
 
 
 ERRORS = [
-    ("typical", {"epsilon": 0.0}, r"typical: epsilon must be in \(0, 1\], got float 0.0"),
-    ("typical", {"epsilon": 1.01}, "typical: epsilon must be in"),
-    ("typical", {"epsilon": torch.tensor(0.1)}, "typical: epsilon must be in .*got float32"),
-    ("typical", {"delta": -0.1}, "typical: delta must be finite and >= 0, got float -0.1"),
-    ("typical", {"delta": torch.nan}, "typical: delta must be finite and >= 0, got float nan"),
-    ("typical", {"delta": torch.inf}, "typical: delta must be finite and >= 0, got float inf"),
-    ("threshold", {"threshold_single": 0}, r"threshold: threshold_single must be in \(0, 1\], got int 0"),
-    ("threshold", {"threshold_acc": 2.0}, r"threshold: threshold_acc must be in \(0, 1\], got float 2.0"),
-    ("threshold", {"threshold_acc": True}, "threshold: threshold_acc must be in .*got bool True"),
-    ("synthetic", {"rates": [0.5]}, r"synthetic: rates must be float32 \[n\], got list"),
-    ("synthetic", {"rates": torch.ones(2, dtype=torch.float64)}, r"synthetic: rates must be float32 \[n\].*got float64"),
-    ("synthetic", {"rates": torch.ones(2, 2)}, r"synthetic: rates must be float32 \[n\]"),
-    ("synthetic", {"rates": torch.ones(2, device="meta")}, "synthetic: rates must be .*on cpu, got .*on meta"),
+    ("typical", {"epsilon": 0.0}, r"lossy.typical: epsilon must be in \(0, 1\], got float 0.0"),
+    ("typical", {"epsilon": 1.01}, "lossy.typical: epsilon must be in"),
+    ("typical", {"epsilon": torch.tensor(0.1)}, "lossy.typical: epsilon must be in .*got float32"),
+    ("typical", {"delta": -0.1}, "lossy.typical: delta must be finite and >= 0, got float -0.1"),
+    ("typical", {"delta": torch.nan}, "lossy.typical: delta must be finite and >= 0, got float nan"),
+    ("typical", {"delta": torch.inf}, "lossy.typical: delta must be finite and >= 0, got float inf"),
+    ("threshold", {"threshold_single": 0}, r"lossy.threshold: threshold_single must be in \(0, 1\], got int 0"),
+    ("threshold", {"threshold_acc": 2.0}, r"lossy.threshold: threshold_acc must be in \(0, 1\], got float 2.0"),
+    ("threshold", {"threshold_acc": True}, "lossy.threshold: threshold_acc must be in .*got bool True"),
+    ("synthetic", {"rates": [0.5]}, r"lossy.synthetic: rates must be float32 \[n\], got list"),
+    ("synthetic", {"rates": torch.ones(2, dtype=torch.float64)}, r"lossy.synthetic: rates must be float32 \[n\].*got float64"),
+    ("synthetic", {"rates": torch.ones(2, 2)}, r"lossy.synthetic: rates must be float32 \[n\]"),
+    ("synthetic", {"rates": torch.ones(2, device="meta")}, "lossy.synthetic: rates must be .*on cpu, got .*on meta"),
     *(
-        (rule, change, f"^{rule}: {message}")
+        (rule, change, f"^lossy.{rule}: {message}")
         for rule in RULES
         for change, message in (
             ({"parents": torch.zeros(3, dtype=torch.int64)}, r"parents must be int32 or int64 \[D>=4\].*got int64 \[3\]"),

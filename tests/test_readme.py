@@ -11,10 +11,11 @@ README = Path(__file__).parents[1] / "README.md"
 def test_examples_run_and_decide_something(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     examples = [block for block in blocks if "from_pretrained" not in block]
-    assert len(examples) == 2 and len(blocks) == 3
+    assert len(examples) == 3 and len(blocks) == 4
     torch.manual_seed(0)
     names: dict = {}
     for example in examples:
         exec(compile(example, str(README), "exec"), names)
-    assert names["out"].num_accepted.sum() > 0 and (names["out"].status == 0).all()
+    for out in (names["out"], names["walk"]):
+        assert out.num_accepted.sum() > 0 and (out.status == 0).all()
     assert "tensor" in capsys.readouterr().out

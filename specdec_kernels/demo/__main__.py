@@ -26,7 +26,9 @@ def _arguments(argv) -> argparse.Namespace:
         "--draft", help="hub id or path of a smaller model with the same tokenizer (default: prompt lookup)"
     )
     parser.add_argument(
-        "--rules", action="store_true", help="compare the verification rules instead, with sampled drafts"
+        "--rules",
+        action="store_true",
+        help="compare the rules of verify_chain instead, with sampled drafts (some ten minutes)",
     )
     parser.add_argument(
         "--layers",
