@@ -251,10 +251,11 @@ def row_ops(device: torch.device, backend: str, quick: bool) -> dict:
 def trees(device: torch.device, backend: str, quick: bool) -> dict:
     """`verify_tree` by every rule against the oracle, and twice the same bits; `build_tree` and `schedule_lengths` as on the CPU."""
     tally = Tally()
-    for i, (rule, replacement) in enumerate(TREE_RULES):
-        for kind in KINDS[i :: 6 if quick else 2]:
+    given = {"typical": {}, "threshold": {"threshold_acc": 0.7}, "synthetic": {"rates": torch.tensor([0.9, 0.5])}}
+    for i, (rule, replacement) in enumerate([*TREE_RULES, *((rule, None) for rule in given)]):
+        for kind in KINDS[i % 6 :: 6 if quick else 2]:
             key = {"vocab": 111 if quick else (1000, 32_001)[i % 2], "dtype": DTYPES[i % 3], "seed": i}
-            call = make_tree_call(kind, rule=rule, replacement=replacement, **key)
+            call = make_tree_call(kind, rule=rule, replacement=replacement, **key).but(**given.get(rule, {}))
             moved = on_tree(call, device)
             out = moved.run(backend)
             compare(cpu(out), call.oracle(), tally)

@@ -6,7 +6,7 @@ from . import eager as _eager
 from . import lossy
 from ._backends import BackendUnavailable, info
 from .build_tree import DraftTree, build_tree
-from .draft_vocab import target_to_draft
+from .draft_vocab import target_to_draft_from_d2t
 from .filter_probs import filter_probs
 from .nucleus import Nucleus, nucleus
 from .params import RaggedDrafts, SamplingTensors, ragged_from_padded
@@ -48,7 +48,7 @@ __all__ = [
     "schedule_lengths",
     "static_tree",
     "static_tree_tokens",
-    "target_to_draft",
+    "target_to_draft_from_d2t",
     "verify_chain",
     "verify_tree",
 ]

@@ -126,7 +126,15 @@ def _register_triton(name: str) -> None:
     def kernels():
         return getattr(importlib.import_module(f".triton.{name}", __package__), name)
 
-    _schemas.library.impl(f"{name}_triton", lambda *args: kernels()(*args), "CompositeExplicitAutograd")
+    def run(*args):
+        device = args[0].device
+        if device.type != "cuda":
+            kernels()(*args)
+            return
+        with torch.cuda.device(device):  # Triton launches on the current one
+            kernels()(*args)
+
+    _schemas.library.impl(f"{name}_triton", run, "CompositeExplicitAutograd")
 
 
 for _name in _schemas.SCHEMAS:
@@ -167,7 +175,7 @@ def info() -> dict:
             "triton": {"available": triton_reason is None, "reason": triton_reason},
             "eager (plain torch)": {"available": True, "reason": None},
         },
-        "ops": dict.fromkeys(_schemas.SCHEMAS, running),
+        "ops": {op: list(running) for op in _schemas.SCHEMAS},
     }
 
 

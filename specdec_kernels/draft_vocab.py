@@ -8,15 +8,15 @@ from torch import Tensor
 from . import _checks
 
 
-def target_to_draft(draft_to_target: Tensor, vocab_size: int, *, offsets: bool) -> Tensor:
+def target_to_draft_from_d2t(draft_to_target: Tensor, vocab_size: int, *, offsets: bool) -> Tensor:
     """The `target_to_draft` that `sample`, `verify_chain` and `verify_tree` take, of a draft head over Vd of the target's V ids.
 
     Args:
         draft_to_target: int32/int64 [Vd], for each column of the draft logits its target id or, with `offsets`, what has to be
             added to the column to get it.
         vocab_size: V.
-        offsets: True for EAGLE-3's `d2t` (as its checkpoints, SGLang and vLLM hold it), False for plain ids. The two look
-            alike and a mix-up only costs acceptance, so it has to be said.
+        offsets: True for `d2t` as EAGLE-3 checkpoints store it, False for target ids themselves (SGLang adds the columns when it
+            loads: its `hot_token_id` holds ids). The two look alike, and a mix-up gives verification a wrong q: biased output.
 
     Returns:
         int32 [V] on the same device: the column of each target id, -1 for ids that the head cannot draft (q = 0 there).
@@ -25,10 +25,10 @@ def target_to_draft(draft_to_target: Tensor, vocab_size: int, *, offsets: bool) 
         ValueError: an argument of the wrong shape or dtype, an id outside [0, V), or one that two columns have. Reads the
             values, so it waits for the device: for loading, not for a step.
 
-    >>> target_to_draft(torch.tensor([0, 2, 2]), 6, offsets=True)
+    >>> target_to_draft_from_d2t(torch.tensor([0, 2, 2]), 6, offsets=True)
     tensor([ 0, -1, -1,  1,  2, -1], dtype=torch.int32)
     """
-    op = "target_to_draft"
+    op = "target_to_draft_from_d2t"
     if not isinstance(draft_to_target, Tensor):
         _checks.fail(op, "draft_to_target", "int32 or int64 [Vd]", draft_to_target)
     device = draft_to_target.device

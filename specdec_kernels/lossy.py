@@ -108,7 +108,7 @@ def threshold(
     threshold_acc = a emit x with probability min(1, p(x) / a), which is that much more than p(x). It is never a default.
 
     Args:
-        threshold_single, threshold_acc: in (0, 1], taken as float32.
+        threshold_single, threshold_acc: in [2^-126, 1], taken as float32.
         The others: as in `typical`.
 
     Returns:
@@ -120,7 +120,7 @@ def threshold(
     tensor([1], dtype=torch.int32)
     """
     for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
-        _number("lossy.threshold", name, value, "in (0, 1]", lambda x: 0 < x <= 1)
+        _number("lossy.threshold", name, value, "in [2^-126, 1]", lambda x: 2.0**-126 <= x <= 1)
     return run_rule(
         "lossy.threshold", THRESHOLD, target_logits, draft_tokens, parents, cu_num_draft, params, position, target_probs, max_depth,
         filter_order, logprobs, return_nucleus, out, backend, bound=threshold_single, factor=threshold_acc,

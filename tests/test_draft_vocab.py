@@ -1,4 +1,4 @@
-"""`target_to_draft`: a reduced draft vocabulary, from a checkpoint's table to exact verification."""
+"""`target_to_draft_from_d2t`: a reduced draft vocabulary, from a checkpoint's table to exact verification."""
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from tests.cases import create, generator, offsets
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_both_tables_say_the_same(dtype):
     ids = torch.randperm(1000, generator=generator("d2t"))[:300].sort().values
-    got = sk.target_to_draft((ids - torch.arange(300)).to(dtype), 1000, offsets=True)
-    assert got.dtype == torch.int32 and torch.equal(got, sk.target_to_draft(ids.to(dtype), 1000, offsets=False))
+    got = sk.target_to_draft_from_d2t((ids - torch.arange(300)).to(dtype), 1000, offsets=True)
+    assert got.dtype == torch.int32 and torch.equal(
+        got, sk.target_to_draft_from_d2t(ids.to(dtype), 1000, offsets=False)
+    )
     assert torch.equal(got[ids].long(), torch.arange(300)) and int((got >= 0).sum()) == 300
 
 
@@ -20,7 +22,7 @@ def test_both_tables_say_the_same(dtype):
 def test_reduced_vocabulary_is_exact(rule, compiled):
     """Drafts of a head over 5 of 12 ids, sampled, verified on the saved nucleus of its rows: the first token is p's."""
     n = 300 if compiled == "triton" else 20_000
-    table = sk.target_to_draft(torch.tensor([1, 2, 2, 5, 6]), 12, offsets=True)
+    table = sk.target_to_draft_from_d2t(torch.tensor([1, 2, 2, 5, 6]), 12, offsets=True)
     p, q = torch.randn(2, 12, generator=generator("reduced"))
     q = q[:5]
     params = create(0.9, n=n)
@@ -55,4 +57,4 @@ def test_reduced_vocabulary_is_exact(rule, compiled):
 )
 def test_errors_name_the_argument(table, given, message):
     with pytest.raises(ValueError, match=message):
-        sk.target_to_draft(table, **{"vocab_size": 6, **given})
+        sk.target_to_draft_from_d2t(table, **{"vocab_size": 6, **given})

@@ -47,7 +47,10 @@ def _arguments(argv) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, help="torch threads")
     parser.add_argument("--json", type=Path, help="also write every measurement here")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.layers is not None and (not options.rules or options.draft):
+        parser.error("--layers goes with --rules and without --draft")
+    return options
 
 
 def _load(name: str | None):
@@ -65,11 +68,11 @@ def _encode(tokenizer, message: str) -> torch.Tensor:
     return tokenizer(message, return_tensors="pt").input_ids
 
 
-def _compare_rules(options, model, tokenizer, prompts: dict[str, torch.Tensor]) -> None:
+def _compare_rules(options, model, prompts: dict[str, torch.Tensor]) -> None:
     if options.draft:
         draft, method = _load(options.draft)[0], options.draft
     else:
-        count = options.layers or max(1, model.config.num_hidden_layers - 2)
+        count = max(1, model.config.num_hidden_layers - 2) if options.layers is None else options.layers
         draft = rules.first_layers(model, count)
         method = f"the target's first {count} of {model.config.num_hidden_layers} layers, untrained: for acceptance, not speed"
     comparison = rules.RuleComparison(model, DraftModelDrafter(draft), options.num_draft)
@@ -121,7 +124,7 @@ def main(argv=None) -> None:
     prompts = {key: _encode(tokenizer, message) for key, (message, _) in given.items()}
     if options.rules:
         print(f"model     {name}, {model.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-        _compare_rules(options, model, tokenizer, prompts)
+        _compare_rules(options, model, prompts)
         return
     drafter: Drafter
     if options.draft:

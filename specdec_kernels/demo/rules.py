@@ -7,11 +7,11 @@ from statistics import median
 
 from torch import Tensor
 
+from .._schemas import RULES
 from ..decoding import Drafter, SpeculativeDecoder
 from .compare import Measurement, Mode, table
 
 PLAIN = "plain"
-RULES = ("token", "block", "coupled")
 HEADER = ["rule", "tokens", "steps", "drafts accepted", "per step", "tok/s", "over token", "over plain"]
 
 

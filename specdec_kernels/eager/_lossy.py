@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-TYPICAL, THRESHOLD, SYNTHETIC = 4, 5, 6
-LEAST = 2.0**-126
+from .. import _schemas
+
+TYPICAL, THRESHOLD, SYNTHETIC = (len(_schemas.TREE_RULES) + i for i in range(len(_schemas.LOSSY_RULES)))
+LEAST_NORMAL = 2.0**-126
 """A probability up to float32's least normal number is none."""
 
 
@@ -47,4 +49,4 @@ def typical_end(walk) -> Tensor:
 
 def _typical_bound(p: Tensor, epsilon: float, delta: float) -> Tensor:
     entropy = -torch.where(p > 0, p * p.log(), 0.0).sum(1)
-    return (delta * (-entropy.clamp_min(0.0)).exp()).clamp(max=epsilon).clamp_min(LEAST)
+    return (delta * (-entropy.clamp_min(0.0)).exp()).clamp(max=epsilon).clamp_min(LEAST_NORMAL)

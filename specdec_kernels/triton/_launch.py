@@ -185,11 +185,10 @@ def workspace(rows: int, maxima: int, counters: dict[str, int], device: torch.de
     if device.type != "cuda":
         yield Workspace(device).take(rows, maxima, counters, found)
         return
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            yield Workspace(device).take(rows, maxima, counters, found)
-            return
-        key = (device, torch.cuda.current_stream(device).cuda_stream)
-        kept = _workspaces.get(key) or _workspaces.setdefault(key, Workspace(device, kept=True))
-        with kept.held(rows, maxima, counters, found) as scratch:
-            yield scratch
+    if torch.cuda.is_current_stream_capturing():
+        yield Workspace(device).take(rows, maxima, counters, found)
+        return
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    kept = _workspaces.get(key) or _workspaces.setdefault(key, Workspace(device, kept=True))
+    with kept.held(rows, maxima, counters, found) as scratch:
+        yield scratch

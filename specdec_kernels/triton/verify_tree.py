@@ -36,7 +36,6 @@ from ._trees import (
     NODES,
     entry,
     first_of,
-    holds,
     left_of_draft,
     reject,
     repeated,
@@ -54,16 +53,16 @@ from ._verify import (
     load_nucleus,
     store_nucleus,
 )
-from .verify_tree_leaf import TRAVERSAL, WALKED, leaf_kernel
+from .verify_tree_leaf import WALKED, leaf_kernel
 from .verify_tree_lossy import SYNTHETIC, TYPICAL, lossy_walk_kernel
 
 TARGET_ONLY = tl.constexpr(0)
 RECURSIVE = tl.constexpr(1)
+TRAVERSAL = tl.constexpr(2)
 GREEDY_DRAFT = tl.constexpr(3)
 STATE = tl.constexpr(5)  # floats of a node that `traversal` may come back to: weight, omega, mass, last child, ended
 
-# A walk is one program a request and keeps its tree in registers: it has a multiprocessor to itself. Where it scans no draft
-# rows there is room for loads twice as wide.
+# A walk is one program a request and keeps its tree in registers: it has a multiprocessor to itself.
 WALK_OPTIONS = OPTIONS | {"maxnreg": 255}
 
 
@@ -79,9 +78,8 @@ def walk_kernel(
     draft, draft_stride, draft_height, Vd, draft_rows, num_draft_rows,
     draft_cutoff, draft_row_max, draft_log_mass, num_saved,
     q_temperature, q_top_p, q_top_k, q_min_p, q_slots, num_q_slots, num_q_params, target_to_draft,
-    p_nucleus, q_nucleus, path_node, path_status, walked, remainder, taken, state, space, lists,
-    T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, RULE: tl.constexpr, REPLACEMENT: tl.constexpr, SPACES: tl.constexpr,
-    SCAN_Q: tl.constexpr,
+    p_nucleus, q_nucleus, path_node, path_status, walked, remainder, taken, state, space,
+    T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, RULE: tl.constexpr, REPLACEMENT: tl.constexpr, SCAN_Q: tl.constexpr,
     ORDER: tl.constexpr, P_TILE: tl.constexpr, Q_TILE: tl.constexpr, SUB: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """Program b walks the tree of request b; node by node, it keeps those on its path in entries b (K + 1) + depth.
@@ -100,46 +98,40 @@ def walk_kernel(
     slot = slot_of(b, None, slots, num_slots, num_params)
     greedy, _, scale = temperature_of(temperature + slot)
     greedy = greedy & (not T_PROBS)
-    f_p, f_k, f_m = tl.load(top_p + slot), tl.load(top_k + slot), tl.load(min_p + slot)
     own_seed = tl.load(seed + slot)
     anchor = tl.zeros([], tl.int64)
     if position is not None:
         anchor = tl.load(position + b)
     q_greedy = b < 0
-    q_scale, q_f_p, q_f_k, q_f_m = scale, f_p, f_k, f_m
+    q_scale, q_slot = scale, slot
     on_ids = b < 0  # whether all of q's mass is known to be on target ids
     if draft is not None:
         if not Q_PROBS:
             q_slot = slot_of(b, None, q_slots, num_q_slots, num_q_params)
             q_greedy, _, q_scale = temperature_of(q_temperature + q_slot)
-            q_f_p, q_f_k, q_f_m = tl.load(q_top_p + q_slot), tl.load(q_top_k + q_slot), tl.load(q_min_p + q_slot)
             if target_to_draft is None:
                 on_ids = (not q_greedy) & (Vd <= V)
 
     first_row = b * (K + 1)
     own_taken = taken + b * NODES
-    active = lists + b * MAXIMA
+    q_space = space_of(space, B * (K + 1) + b if RULE == TRAVERSAL else B + b, MAXIMA)
     zero = tl.zeros([], tl.int32)
     fzero = tl.zeros([], tl.float32)
     n, level, last, first, drawn, token_found, status = zero, zero, zero, zero, zero, zero - 1, zero
     c, m, mass, q_c, q_m, q_mass = fzero, fzero, fzero, fzero, fzero, fzero
     w, omega, left_mass = fzero + 1.0, fzero + 1.0, fzero
-    fresh, running, pending, ended, usable = b >= 0, count >= 0, b < 0, b < 0, b < 0
+    fresh, running, pending, returned, ended, usable = b >= 0, count >= 0, b < 0, b < 0, b < 0, b < 0
+    s, q_x = fzero + 1.0, fzero
     excluded = node < 0
     while running:
-        if RULE == TRAVERSAL:
-            p_space = space_of(space, (first_row + level) * SPACES, MAXIMA)
-        else:
-            p_space = space_of(space, b * SPACES, MAXIMA)
-        q_space = p_space
-        if SPACES == 2:
-            q_space = space_of(p_space, 1, MAXIMA)
+        p_space = space_of(space, first_row + level if RULE == TRAVERSAL else b, MAXIMA)
+        active = p_space + 2 * MAXIMA
         p_row = target + (start + b + n) * stride
         kids = (parent == n) & (token >= 0)
         if fresh:
             first = first_of(kids)
             last_child = tl.max(tl.where(parent == n, node, 0), 0)
-            drawn = tl.where(holds(kids, node, last_child) & (not bad), last_child, 0)
+            drawn = tl.where((entry(token, last_child) >= 0) & (not bad), last_child, 0)
         q_row_index = tl.zeros([], tl.int64) - 1
         q_row = None
         x_first = entry(token, first)
@@ -177,14 +169,16 @@ def walk_kernel(
                     tl.debug_barrier()  # other warps read what this one has stored
                     found_c, found_m, found_mass = nucleus_of(
                         (p_row, V, q_row, Vd, on_q), tl.where(on_q, Vd, V), greedy & (not on_q),
-                        tl.where(on_q, q_scale, scale), tl.where(on_q, q_f_p, f_p), tl.where(on_q, q_f_k, f_k),
-                        tl.where(on_q, q_f_m, f_m), row_space, ORDER, SUB, MAXIMA,
+                        tl.where(on_q, q_scale, scale), tl.load(tl.where(on_q, q_top_p + q_slot, top_p + slot)),
+                        tl.load(tl.where(on_q, q_top_k + q_slot, top_k + slot)),
+                        tl.load(tl.where(on_q, q_min_p + q_slot, min_p + slot)), row_space, ORDER, SUB, MAXIMA,
                     )  # fmt: skip
                 elif not T_PROBS:
                     nan = scan_share(p_row, V, 0, 1, scale, not greedy, p_space, P_TILE, SUB, MAXIMA)
                     tl.debug_barrier()
                     found_c, found_m, found_mass = nucleus_of(
-                        (p_row, V, None, 0, False), V, greedy, scale, f_p, f_k, f_m, p_space, ORDER, SUB, MAXIMA
+                        (p_row, V, None, 0, False), V, greedy, scale, tl.load(top_p + slot), tl.load(top_k + slot),
+                        tl.load(min_p + slot), p_space, ORDER, SUB, MAXIMA,
                     )  # fmt: skip
                 if on_q:
                     q_c, q_mass = found_c, found_mass
@@ -242,10 +236,8 @@ def walk_kernel(
                 child = last
                 if not pending:
                     child = tl.where(usable & (not ended), first_of(kids & (node > last)), 0)
-                s = fzero + 1.0
                 x = entry(token, child)
-                q_x = fzero
-                if child > 0:
+                if (child > 0) & (returned | (not pending)):  # or it is what the child was tested with
                     before = node < 0
                     if not REPLACEMENT:
                         before = kids & (node < child) & ~again
@@ -362,6 +354,7 @@ def walk_kernel(
                 usable = n >= 0
                 first = first_of((parent == n) & (token >= 0))
                 pending = n >= 0
+            returned = up
         running = not ends
 
     number = store_tokens(excluded, token, own_taken)
@@ -369,6 +362,7 @@ def walk_kernel(
     tl.store(walked + WALKED * b + 1, tl.where((status & STATUS_EMPTY_ROW) != 0, 0, token_found))
     tl.store(walked + WALKED * b + 2, number)
     tl.store(walked + WALKED * b + 3, first - 1)
+    tl.store(walked + WALKED * b + 4, bad.to(tl.int32))
     tl.store(remainder + 2 * b, omega)
     tl.store(remainder + 2 * b + 1, left_mass)
     store_nucleus(q_nucleus, first_row + level, q_c, q_m, q_mass)
@@ -391,39 +385,39 @@ def verify_tree(
     check_width("verify_tree", "max_depth", K)
     maxima, SUB = maxima_of(widest), subtile_of(widest)
     rows = B * (K + 1)
-    scanned = rows if rule == TRAVERSAL.value else B
+    scanned = (rows if rule == TRAVERSAL.value else B) + (B if scans_q else 0)
     length = lambda t: 0 if t is None else t.shape[0]  # noqa: E731
-    spaces = 2 if scans_q and not target_is_probs else 1
     lossy = rule >= TYPICAL.value
     shared = {
         "target": target, "stride": target.stride(0), "R": R, "V": V, "draft_tokens": draft_tokens, "parents": parents,
         "D": min(draft_tokens.shape[0], parents.shape[0]), "cu": cu_num_draft, "B": B, "K": K,
         "temperature": temperature, "seed": seed, "slots": slots, "num_slots": length(slots),
         "num_params": temperature.shape[0], "position": position,
-        "T_PROBS": target_is_probs, "RULE": rule, "SUB": SUB, "MAXIMA": maxima,
+        "T_PROBS": target_is_probs, "SUB": SUB, "MAXIMA": maxima,
     }  # fmt: skip
     q = {
         "draft": draft, "draft_stride": 0 if draft is None else draft.stride(0), "draft_height": height, "Vd": Vd,
         "draft_rows": draft_rows, "num_draft_rows": length(draft_rows),
         "q_temperature": draft_temperature, "q_slots": draft_slots, "num_q_slots": length(draft_slots),
         "num_q_params": length(draft_temperature), "target_to_draft": target_to_draft,
-        "Q_PROBS": draft_is_probs and draft is not None, "SPACES": spaces,
+        "Q_PROBS": draft_is_probs and draft is not None,
     }  # fmt: skip
     filters = {
         "top_p": top_p, "top_k": top_k, "min_p": min_p, "ORDER": filter_order,
+        # Where no draft rows are scanned there is room for loads twice as wide.
         "P_TILE": min(scan_tile(target, SUB) * (1 if scans_q else 2), maxima * SUB),
     }  # fmt: skip
     counters = {"best": B, "nans": B, "finished": B}
     found = {
         "p_nucleus": 3 * rows, "q_nucleus": 3 * rows, "path_node": rows, "path_status": rows,
-        "walked": WALKED.value * B, "remainder": 2 * B, "taken": NODES.value * B, "lists": maxima * B,
+        "walked": WALKED.value * B, "remainder": 2 * B, "taken": NODES.value * B,
     }  # fmt: skip
     if rule == TRAVERSAL.value:
         found["state"] = STATE.value * rows
     if rule == SYNTHETIC.value:
         found["path_argmax"] = rows
     splits = race_splits(B, V, target.device)
-    with workspace(spaces * scanned, maxima, counters, target.device, **found) as scratch:
+    with workspace(scanned, maxima, counters, target.device, **found) as scratch:
         between = {
             name: scratch[name]
             for name in ("p_nucleus", "path_node", "path_status", "walked", "remainder", "taken", "space")
@@ -431,19 +425,19 @@ def verify_tree(
         path_argmax = scratch.get("path_argmax")
         if lossy:
             lossy_walk_kernel[(B,)](
-                **shared, **filters, **between, path_argmax=path_argmax, lists=scratch["lists"],
+                **shared, **filters, **between, RULE=rule, path_argmax=path_argmax,
                 bound=bound, factor=factor, rates=rates, num_rates=length(rates), **WALK_OPTIONS,
             )  # fmt: skip
         else:
             walk_kernel[(B,)](
                 **shared, **q, **filters, **between, q_nucleus=scratch["q_nucleus"], state=scratch.get("state"),
-                lists=scratch["lists"], draft_cutoff=draft_cutoff, draft_row_max=draft_row_max,
+                RULE=rule, draft_cutoff=draft_cutoff, draft_row_max=draft_row_max,
                 draft_log_mass=draft_log_mass, num_saved=length(draft_cutoff), q_top_p=draft_top_p, q_top_k=draft_top_k,
                 q_min_p=draft_min_p, REPLACEMENT=replacement, SCAN_Q=scans_q,
                 Q_TILE=scan_tile(draft, SUB) if scans_q else 0, **WALK_OPTIONS,
             )  # fmt: skip
         leaf_kernel[(B * splits,)](
-            **shared, **q, **between, q_nucleus=scratch["q_nucleus"], path_argmax=path_argmax, best=scratch["best"],
+            **shared, **q, **between, PER_LEVEL=rule == TRAVERSAL.value, q_nucleus=scratch["q_nucleus"], path_argmax=path_argmax, best=scratch["best"],
             nans=scratch["nans"], finished=scratch["finished"],
             tokens=tokens, num_accepted=num_accepted, path=path, num_emitted=num_emitted, status=status, logprobs=logprobs,
             cutoff=cutoff, row_max=row_max, log_mass=log_mass,

@@ -6,12 +6,12 @@ import triton.language as tl
 from ._numerics import INF
 from ._race import KIND_LOGITS, KIND_PROBS, STREAM_SAMPLE, log_of, log_probability, race_share, token_of
 from ._row import STATUS_EMPTY_ROW, STATUS_NAN, slot_of, space_of, temperature_of
-from ._trees import NODES, span_of, tree_of
+from ._trees import NODES, span_of
 from ._verify import STATUS_BAD_OFFSETS, STATUS_BITS, draft_row, load_nucleus
 
-TRAVERSAL = tl.constexpr(2)
-WALKED = tl.constexpr(4)
-"""What a walk leaves of a request: depth of the node where it ended, its token or -1, number of taken tokens, draft of q's row."""
+WALKED = tl.constexpr(5)
+"""What a walk leaves of a request: depth of the node where it ended, its token or -1, number of taken tokens, draft of q's row,
+whether offsets or parents made no sense."""
 
 
 @triton.jit(
@@ -27,7 +27,7 @@ def leaf_kernel(
     target_to_draft,
     tokens, num_accepted, path, num_emitted, status, logprobs, cutoff, row_max, log_mass,
     p_nucleus, q_nucleus, path_node, path_status, path_argmax, walked, remainder, taken, space, best, nans, finished, splits,
-    T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, RULE: tl.constexpr, SPACES: tl.constexpr,
+    T_PROBS: tl.constexpr, Q_PROBS: tl.constexpr, PER_LEVEL: tl.constexpr,
     SUB: tl.constexpr, MAXIMA: tl.constexpr, SHARE: tl.constexpr, K_PAD: tl.constexpr,
 ):  # fmt: skip
     """`splits` programs for each request race the token behind its path; the last of them to be done writes the outputs and
@@ -40,7 +40,7 @@ def leaf_kernel(
     Q_KIND: tl.constexpr = KIND_PROBS if Q_PROBS else KIND_LOGITS
     split = tl.program_id(0) % splits
     b = (tl.program_id(0) // splits).to(tl.int64)
-    start, count, bad = span_of(cu, b, D, R)
+    start, count, _ = span_of(cu, b, D, R)
     slot = slot_of(b, None, slots, num_slots, num_params)
     greedy, inverse, scale = temperature_of(temperature + slot)
     greedy = greedy & (not T_PROBS)
@@ -71,10 +71,7 @@ def leaf_kernel(
             if residual:
                 q_row = draft + draft_row(j, draft_rows, num_draft_rows, draft_height) * draft_stride
                 x = tl.load(draft_tokens + j).to(tl.int64)
-        if RULE == TRAVERSAL:
-            own = space_of(space, end * SPACES, MAXIMA)
-        else:
-            own = space_of(space, b * SPACES, MAXIMA)
+        own = space_of(space, end if PER_LEVEL else b, MAXIMA)
         key, nan = race_share(
             target + (start + b + tl.load(path_node + end)) * stride, None, V, V, c, m, inverse, mass, scale, False,
             residual, q_row, target_to_draft, Vd, q_c, q_m, q_mass, q_scale, q_greedy, x, omega,
@@ -88,7 +85,6 @@ def leaf_kernel(
     tl.debug_barrier()
     if tl.atomic_add(finished + b, 1) != splits - 1:
         return
-    _, _, _, bad_tree = tree_of(parents, draft_tokens, start, count, V, K)
     won = tl.load(best + b, cache_modifier=".cg")
     extra = tl.zeros([], tl.int32)
     if T_PROBS:
@@ -101,7 +97,7 @@ def leaf_kernel(
     on_path = (k <= depth) & inside
     flags = tl.load(path_status + r, mask=on_path & (not rowless), other=0)
     flags = flags | tl.where(k == depth, extra, 0)
-    bits = tl.where(bad | bad_tree, STATUS_BAD_OFFSETS, 0)
+    bits = tl.where(tl.load(walked + WALKED * b + 4) > 0, STATUS_BAD_OFFSETS, 0)
     for bit in tl.static_range(STATUS_BITS):
         bits = bits | tl.max(flags & (1 << bit), 0)
     node = tl.load(path_node + r, mask=on_path & (not rowless), other=0)

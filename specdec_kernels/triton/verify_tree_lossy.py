@@ -28,7 +28,7 @@ def _deepest(accepted, depth, log_p):
 def lossy_walk_kernel(
     target, stride, R, V, draft_tokens, parents, D, cu, B, K,
     temperature, top_p, top_k, min_p, seed, slots, num_slots, num_params, position, bound, factor, rates, num_rates,
-    p_nucleus, path_node, path_status, path_argmax, walked, remainder, taken, space, lists,
+    p_nucleus, path_node, path_status, path_argmax, walked, remainder, taken, space,
     T_PROBS: tl.constexpr, RULE: tl.constexpr, ORDER: tl.constexpr, P_TILE: tl.constexpr, SUB: tl.constexpr,
     MAXIMA: tl.constexpr,
 ):  # fmt: skip
@@ -39,14 +39,13 @@ def lossy_walk_kernel(
     """
     P_KIND: tl.constexpr = KIND_PROBS if T_PROBS else KIND_LOGITS
     b = tl.program_id(0).to(tl.int64)
-    start, count, _ = span_of(cu, b, D, R)
-    parent, depth, token, _ = tree_of(parents, draft_tokens, start, count, V, K)
+    start, count, bad = span_of(cu, b, D, R)
+    parent, depth, token, bad_tree = tree_of(parents, draft_tokens, start, count, V, K)
     again = repeated(parent, token, parents, draft_tokens, start, count)
     node = tl.arange(0, NODES) + 1
     slot = slot_of(b, None, slots, num_slots, num_params)
     greedy, inverse, scale = temperature_of(temperature + slot)
     greedy = greedy & (not T_PROBS)
-    f_p, f_k, f_m = tl.load(top_p + slot), tl.load(top_k + slot), tl.load(min_p + slot)
     own_seed = tl.load(seed + slot)
     anchor = tl.zeros([], tl.int64)
     if position is not None:
@@ -69,7 +68,8 @@ def lossy_walk_kernel(
             nan = scan_share(row, V, 0, 1, scale, not greedy, own, P_TILE, SUB, MAXIMA)
             tl.debug_barrier()  # other warps read what this one has stored
             c, m, mass = nucleus_of(
-                (row, V, None, 0, False), V, greedy, scale, f_p, f_k, f_m, own, ORDER, SUB, MAXIMA
+                (row, V, None, 0, False), V, greedy, scale, tl.load(top_p + slot), tl.load(top_k + slot),
+                tl.load(min_p + slot), own, ORDER, SUB, MAXIMA,
             )  # fmt: skip
             status = tl.where(nan > 0, STATUS_NAN, 0) | tl.where(m == -INF, STATUS_EMPTY_ROW, 0)
         empty = (status & STATUS_EMPTY_ROW) != 0
@@ -79,7 +79,7 @@ def lossy_walk_kernel(
         z = tl.load(row + token, mask=kids, other=-INF).to(tl.float32)
         p_kids = tl.where(kids, target_prob(z, c, m, mass, scale, P_KIND), 0.0)
         if choosing:
-            h = entropy(row, V, c, m, mass, scale, inverse, own, lists + b * MAXIMA, P_KIND, SUB, MAXIMA)
+            h = entropy(row, V, c, m, mass, scale, inverse, own, own + 2 * MAXIMA, P_KIND, SUB, MAXIMA)
             least = tl.maximum(tl.minimum(bound, factor * exp2_neg(-h * LOG2E)), LEAST_NORMAL)
             passes = kids & (p_kids > least)
             accepted = accepted | passes
@@ -130,5 +130,6 @@ def lossy_walk_kernel(
     tl.store(walked + WALKED * b + 1, tl.where((status & STATUS_EMPTY_ROW) != 0, 0, token_found))
     tl.store(walked + WALKED * b + 2, number)
     tl.store(walked + WALKED * b + 3, -1)
+    tl.store(walked + WALKED * b + 4, (bad | bad_tree).to(tl.int32))
     tl.store(remainder + 2 * b, 1.0)
     tl.store(remainder + 2 * b + 1, 0.0)  # nothing is taken from p
