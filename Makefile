@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 export SPECDEC_BUILD_CPU ?= $(if $(shell command -v $${CXX:-c++} || command -v g++),1,auto)
 NATIVE := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 REQUIREMENTS := torch triton transformers tokenizers safetensors accelerate gguf numpy scipy tqdm \
-	setuptools wheel ninja pytest pytest-xdist ruff clang-format
+	setuptools wheel ninja pytest pytest-xdist hypothesis ruff clang-format
 
 .PHONY: demo test lint format bench build clean
 

@@ -27,6 +27,8 @@ CPU_SOURCES = [
     "isa_avx2",
     "isa_avx512",
     "isa_baseline",
+    "kv_append_slots",
+    "kv_rollback",
     "library",
     "nucleus",
     "sample",

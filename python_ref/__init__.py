@@ -9,6 +9,8 @@ It imports torch and nothing else. In an installed package it is called `specdec
 from . import lossy
 from .build_tree import DraftTree, build_tree
 from .filter_probs import filter_probs
+from .kv_append_slots import AppendOutput, kv_append_slots
+from .kv_rollback import kv_rollback
 from .nucleus import Nucleus, NucleusResult, nucleus, row_nucleus, row_probs
 from .params import SamplingParams
 from .rng import coin, philox4x32, race_noise, uniform
@@ -19,6 +21,7 @@ from .verify_chain import ChainLaw, VerifyResult, chain_law, chain_weights, veri
 from .verify_tree import TreeResult, verify_tree
 
 __all__ = [
+    "AppendOutput",
     "ChainLaw",
     "DraftTree",
     "Nucleus",
@@ -33,6 +36,8 @@ __all__ = [
     "chain_weights",
     "coin",
     "filter_probs",
+    "kv_append_slots",
+    "kv_rollback",
     "lossy",
     "nucleus",
     "philox4x32",

@@ -8,11 +8,13 @@ from ._backends import BackendUnavailable, info
 from .build_tree import DraftTree, build_tree
 from .draft_vocab import target_to_draft_from_d2t
 from .filter_probs import filter_probs
+from .kv_append_slots import AppendOutput, kv_append_slots
+from .kv_rollback import kv_rollback
 from .nucleus import Nucleus, nucleus
 from .params import RaggedDrafts, SamplingTensors, ragged_from_padded
 from .sample import SampleOutput, sample
 from .schedule_lengths import schedule_lengths
-from .status import Status
+from .status import CacheStatus, Status
 from .trees import (
     Retrieve,
     StaticTree,
@@ -25,7 +27,9 @@ from .verify_chain import VerifyOutput, verify_chain
 from .verify_tree import TreeOutput, verify_tree
 
 __all__ = [
+    "AppendOutput",
     "BackendUnavailable",
+    "CacheStatus",
     "DraftTree",
     "Nucleus",
     "RaggedDrafts",
@@ -39,6 +43,8 @@ __all__ = [
     "build_tree",
     "filter_probs",
     "info",
+    "kv_append_slots",
+    "kv_rollback",
     "lossy",
     "nucleus",
     "parents_from_retrieve",

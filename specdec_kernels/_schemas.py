@@ -49,6 +49,15 @@ SCHEMAS = {
         "(Tensor log_probs, Tensor tokens, Tensor parents, Tensor(a!) node_tokens, Tensor(b!) node_parents, "
         "Tensor(c!) depth, Tensor(d!) index, Tensor(e!) mask, Tensor(f!) packed_mask) -> ()"
     ),
+    "kv_rollback": (
+        "(Tensor(a!) seq_lens, Tensor num_rejected, Tensor(b!) block_table, Tensor(c!) free_pages, Tensor(d!) num_free, "
+        "Tensor(e!)? ref_counts, int page_size, Tensor(f!) status) -> ()"
+    ),
+    "kv_append_slots": (
+        "(Tensor(a!) seq_lens, Tensor num_new, Tensor(b!) block_table, Tensor free_pages, Tensor(c!) num_free, "
+        "Tensor(d!)? ref_counts, int page_size, "
+        "Tensor(e!) slots, Tensor(f!) copy_src, Tensor(g!) copy_dst, Tensor(h!) status) -> ()"
+    ),
     "filter_probs": (
         f"(Tensor logits, {_PARAMS}, Tensor? slots, Tensor? rows, int filter_order, "
         "Tensor(a!) probs, Tensor(b!) status) -> ()"

@@ -22,3 +22,22 @@ class Status(enum.IntFlag):
     """A draft id was negative or >= V: the chain ended there and its row emitted from p."""
     BAD_OFFSETS = 32
     """Offsets reached outside the tensors, or a chain was longer than max_draft; both were clamped."""
+
+
+class CacheStatus(enum.IntFlag):
+    """Bits of a request's `status` from the ops over a paged cache; 0 is an ordinary result.
+
+    >>> CacheStatus(5)
+    <CacheStatus.BAD_PAGE|FREE_LIST_FULL: 5>
+    """
+
+    BAD_PAGE = 1
+    """A page that was needed is not one of the cache's: -1, outside [0, P), or past the table's columns."""
+    BAD_REF_COUNT = 2
+    """A page was released whose reference count is below 1: it stays as it is."""
+    FREE_LIST_FULL = 4
+    """A page was released with P pages on the free list already: it was not pushed, so one is there twice."""
+    OUT_OF_PAGES = 8
+    """The free list has fewer pages than the request needs: it got none."""
+    TABLE_FULL = 16
+    """The request would need more blocks than its table has columns, or be longer than 2^31 - 1: it got none."""

@@ -102,6 +102,8 @@ EVERYWHERE = (
     "verify_tree bfloat16 target_only",
     "verify_tree bfloat16 traversal",
     "build_tree",
+    "kv_rollback counts",
+    "kv_append_slots counts",
 )
 """Variants compiled for each architecture; the others for sm_90 alone, as compiling takes a second or two each."""
 TABLE = Path(__file__).with_name("triton_usage.json")
@@ -147,6 +149,11 @@ def _calls() -> dict:
         drafted = torch.zeros(B, candidates, dtype=torch.int64)
         sk.build_tree(torch.zeros(B, candidates), drafted, drafted, nodes, backend="triton")
 
+    def cached(op, counts, page_size=16, **options):
+        i32 = functools.partial(torch.zeros, dtype=torch.int32)
+        refs = i32(64) if counts else None
+        op(i32(B), i32(B), i32(B, 8), i32(64), i32(1), page_size, ref_counts=refs, backend="triton", **options)
+
     bf16, f32 = torch.bfloat16, torch.float32
     call = functools.partial
     return {
@@ -186,6 +193,11 @@ def _calls() -> dict:
         "schedule_lengths 4096": call(sk.schedule_lengths, torch.zeros(512, 8), budget=99, backend="triton"),
         "build_tree": call(built, 810, 60),
         "build_tree C=4096": call(built, 4096, 128),
+        "kv_rollback": call(cached, sk.kv_rollback, False),
+        "kv_rollback counts": call(cached, sk.kv_rollback, True),
+        "kv_append_slots": call(cached, sk.kv_append_slots, False, max_new=17),
+        "kv_append_slots counts": call(cached, sk.kv_append_slots, True, max_new=17),
+        "kv_append_slots counts long": call(cached, sk.kv_append_slots, True, page_size=1, max_new=4096),
     }
 
 

@@ -14,6 +14,7 @@ import torch._dynamo.testing
 import specdec_kernels as sk
 from specdec_kernels import _backends, _schemas
 from tests.cases import assert_same_bits, make_call, make_params, make_rows, offsets, tensors_of
+from tests.kv_states import make_state
 
 ROOT = pathlib.Path(__file__).parents[1]
 N = 3
@@ -48,6 +49,11 @@ def op_arguments(name: str, full: bool) -> tuple:
         index = torch.zeros(N, 6, dtype=torch.int32 if full else torch.int64)
         outputs = (i32(N, 4), i32(N, 4), i32(N, 5), i32(N, 4), torch.zeros(N, 5, 5, dtype=torch.bool), i32(N, 5, 1))
         return (torch.randn(N, 6), index + torch.arange(6).to(index), index, *outputs)
+    if name in ("kv_rollback", "kv_append_slots"):
+        state = make_state([5, 0, 9], 4, 4, share=0.5)
+        given = (state.free_pages, state.num_free, opt(state.ref_counts), 4)
+        outputs = (i32(N),) if name == "kv_rollback" else (torch.full((N, 6), 12345), i32(N), i32(N), i32(N))
+        return (state.seq_lens, torch.tensor([3, 0, 6], dtype=torch.int32), state.block_table, *given, *outputs)
     B, K, D = N, 2, 4
     target = make_rows("normal", D + B, 40, logits.dtype)
     saved = tuple(opt(t) for t in sk.nucleus(target[:D], make_params([FILTERS[0]] * D)))

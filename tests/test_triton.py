@@ -10,6 +10,7 @@ from bench import _gpu_checks
 from tests.cases import Tally, assert_same_bits, compare, make_call, make_params, make_rows
 from tests.conftest import available
 from tests.interpreter import watching
+from tests.kv_states import make_state
 from tests.tree_cases import make_tree_call
 
 
@@ -40,6 +41,8 @@ def test_at_most_two_launches():
             ["schedule_lengths_kernel"],
         ),
         (lambda: sk.build_tree(torch.zeros(3, 40), *[drafts] * 2, 9, backend="triton"), ["build_tree_kernel"]),
+        (lambda: make_state([9, 3], 4, 5).rollback([6, 2], "triton"), ["kv_rollback_kernel"]),
+        (lambda: make_state([9, 3], 4, 5).append([6, 2], 6, "triton"), ["kv_append_slots_kernel"]),
     ):
         with watching() as watch:
             run()

@@ -1,3 +1,13 @@
 """Plain-torch implementations: slow, float64 inside, correct on any device that torch has; no host sync."""
 
-from . import build_tree, filter_probs, nucleus, sample, schedule_lengths, verify_chain, verify_tree
+from . import (
+    build_tree,
+    filter_probs,
+    kv_append_slots,
+    kv_rollback,
+    nucleus,
+    sample,
+    schedule_lengths,
+    verify_chain,
+    verify_tree,
+)

@@ -1,0 +1,47 @@
+// A paged cache's bookkeeping, as kv_rollback and kv_append_slots take it: block table, free list, reference counts.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/tensors.h"
+
+namespace specdec {
+
+// Bits of specdec_kernels.CacheStatus.
+enum : int32_t { kBadPage = 1, kBadRefCount = 2, kFreeListFull = 4, kOutOfPages = 8, kTableFull = 16 };
+
+struct PagedCache {
+  int32_t *seq_lens, *block_table, *free_pages, *num_free, *ref_counts;
+  int64_t batch, columns, stride, pages, page_size;
+  int64_t top;  // entries of the free list, kept here while an op runs
+
+  bool holds(int64_t page) const { return page >= 0 && page < pages; }
+  // Blocks that so many tokens fill or begin.
+  int64_t blocks(int64_t tokens) const { return tokens / page_size + (tokens % page_size != 0); }
+  int32_t* row(int64_t b) const { return block_table + b * stride; }
+  int64_t length(int64_t b) const { return std::max(seq_lens[b], 0); }
+};
+
+inline PagedCache paged_cache(const char* op, const Tensor& seq_lens, const Tensor& block_table,
+                              const Tensor& free_pages, const Tensor& num_free, const MaybeTensor& ref_counts,
+                              int64_t page_size) {
+  PagedCache c;
+  require(block_table.dim() == 2 && block_table.scalar_type() == ScalarType::Int &&
+              (block_table.size(1) <= 1 || block_table.stride(1) == 1),
+          op, "block_table", "int32 [B, M], contiguous in its last dimension");
+  require(page_size >= 1, op, "page_size", ">= 1");
+  c.batch = block_table.size(0);
+  c.columns = block_table.size(1);
+  c.stride = block_table.stride(0);
+  c.block_table = static_cast<int32_t*>(const_cast<void*>(block_table.const_data_ptr()));
+  c.seq_lens = ints(op, "seq_lens", seq_lens, c.batch);
+  c.pages = free_pages.numel();
+  c.page_size = page_size;
+  c.free_pages = ints(op, "free_pages", free_pages, c.pages);
+  c.num_free = ints(op, "num_free", num_free, 1);
+  c.ref_counts = vector_data<int32_t>(op, "ref_counts", ref_counts, ScalarType::Int, c.pages);
+  c.top = std::clamp<int64_t>(*c.num_free, 0, c.pages);
+  return c;
+}
+
+}  // namespace specdec

@@ -1,0 +1,33 @@
+"""Checks of what `kv_rollback` and `kv_append_slots` take alike."""
+
+import torch
+from torch import Tensor
+
+from . import _checks
+
+I32 = (torch.int32,)
+
+
+def check(op: str, seq_lens, block_table, free_pages, num_free, ref_counts, page_size) -> tuple[int, torch.device]:
+    """Returns (number of requests, device)."""
+    if not isinstance(block_table, Tensor) or block_table.dim() != 2 or block_table.dtype != torch.int32:
+        _checks.fail(op, "block_table", "int32 [B, M]", block_table)
+    (B, M), device = block_table.shape, block_table.device
+    if M < 1:
+        _checks.fail(op, "block_table", "of at least one column", block_table)
+    # Two rows that share memory would be two requests in one.
+    if (M > 1 and block_table.stride(1) != 1) or (B > 1 and block_table.stride(0) < M):
+        must = "contiguous in its last dimension, rows apart"
+        _checks.fail(op, "block_table", must, f"strides {list(block_table.stride())}")
+    _checks.vector(op, "seq_lens", seq_lens, I32, B, "B", device)
+    _checks.vector(op, "free_pages", free_pages, I32, 1, "P", device, at_least=True)
+    _checks.vector(op, "num_free", num_free, I32, 1, "", device)
+    if ref_counts is not None:
+        _checks.vector(op, "ref_counts", ref_counts, I32, free_pages.shape[0], "P", device)
+    whole_number(op, "page_size", page_size, 2**31)
+    return B, device
+
+
+def whole_number(op: str, name: str, value, end: int) -> None:
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or not 1 <= value < end:
+        _checks.fail(op, name, f"an int in 1..{end - 1}", value)

@@ -1,0 +1,79 @@
+"""`kv_rollback`: rejected tokens leave a paged cache, their pages go back to the free list."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _backends, _checks, _paged_cache
+
+
+def kv_rollback(
+    seq_lens: Tensor,
+    num_rejected: Tensor,
+    block_table: Tensor,
+    free_pages: Tensor,
+    num_free: Tensor,
+    page_size: int,
+    *,
+    ref_counts: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Takes rejected tokens off a paged cache, in place, on the device, across any number of pages:
+
+        seq_lens[b] -= num_rejected[b]
+
+    and the blocks that lie wholly past the new length, ceil(new / page_size) .. ceil(old / page_size) - 1, become -1 in the
+    table while their pages are released. Blocks reserved past the old length stay. A request with nothing rejected is untouched,
+    whatever its table holds; `num_rejected = seq_lens` frees a request.
+
+    A released page is pushed onto the free list; with `ref_counts` its count drops by one, and it is pushed when that makes 0.
+    Releases happen one after another on every backend, requests ascending, within a request from its last block to its first:
+    the next pops give them back first to last, and a page that several requests of the batch release is pushed at the
+    place of the last of them.
+
+    Args:
+        seq_lens: int32 [B], tokens of each request in the cache, the rejected ones included; updated. Below 0 counts as 0.
+        num_rejected: int32 [B], clamped to 0..seq_lens.
+        block_table: int32 [B, M], M >= 1, the page of each request's m-th block, -1 where there is none; updated. Rows may be
+            strided.
+        free_pages: int32 [P], P >= 1, a stack of the pages that nobody holds, its top at entry num_free - 1; updated.
+        num_free: int32 [1], clamped to 0..P; updated.
+        page_size: tokens of a page, 1..2^31 - 1.
+        ref_counts: int32 [P], entries of block tables that hold each page (a prefix cache's own hold counts as one); updated.
+            None: each page has one holder.
+        out: int32 [B] to write the status into.
+
+    Returns:
+        int32 [B], bits of `CacheStatus`. BAD_PAGE: a block to release has no page of the cache, so nothing is released there.
+        BAD_REF_COUNT: the page's count is below 1; it stays so and nothing is pushed. FREE_LIST_FULL: P pages are on the list
+        already; the page is not pushed. The rest of the call is as if those releases had not been asked for.
+
+    Raises:
+        ValueError: an argument of the wrong shape, dtype, device or range; nothing is written then.
+        BackendUnavailable: `backend` names one that cannot run here.
+
+    Nothing waits for the device and the work does not depend on P, so a CUDA graph can hold it.
+
+    Four drafts were verified and one accepted: three tokens of nine leave, and the page that held only the last of them:
+
+    >>> import specdec_kernels as sk
+    >>> i32 = lambda *values: torch.tensor(values, dtype=torch.int32)
+    >>> seq_lens, table, free_pages, num_free = i32(9), i32([5, 2, 7, -1]), i32(3, *[-1] * 7), i32(1)
+    >>> sk.kv_rollback(seq_lens, i32(3), table, free_pages, num_free, 4)
+    tensor([0], dtype=torch.int32)
+    >>> seq_lens.tolist(), table.tolist(), free_pages[:num_free].tolist()
+    ([6], [[5, 2, -1, -1]], [3, 7])
+    """
+    op = "kv_rollback"
+    B, device = _paged_cache.check(op, seq_lens, block_table, free_pages, num_free, ref_counts, page_size)
+    _checks.vector(op, "num_rejected", num_rejected, _paged_cache.I32, B, "B", device)
+    if out is None:
+        out = torch.empty(B, dtype=torch.int32, device=device)
+    else:
+        _checks.output(op, "out", out, torch.int32, (B,), device)
+    if B:
+        run = _backends.op(op, _backends.resolve(op, backend, device))
+        run(seq_lens, num_rejected, block_table, free_pages, num_free, ref_counts, page_size, out)
+    return out

@@ -1,0 +1,134 @@
+"""States of a paged cache for the tests of `kv_rollback` and `kv_append_slots`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+import python_ref
+import specdec_kernels as sk
+from tests.cases import generator
+
+
+@dataclass
+class State:
+    """What both ops take, as tensors."""
+
+    seq_lens: Tensor
+    block_table: Tensor
+    free_pages: Tensor
+    num_free: Tensor
+    page_size: int
+    ref_counts: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+    def copy(self, **changes) -> State:
+        return replace(self, **{name: t.clone() for name, t in self.tensors().items()} | changes)
+
+    def lists(self) -> dict:
+        """As the oracle takes it."""
+        named = {name: t.tolist() for name, t in self.tensors().items()}
+        return {"ref_counts": None, **named, "page_size": self.page_size}
+
+    def free(self) -> list[int]:
+        return self.free_pages[: int(self.num_free)].tolist()
+
+    def rollback(self, num_rejected, backend: str, **options) -> list[int]:
+        args = self.tensors()
+        refs = args.pop("ref_counts", None)
+        status = sk.kv_rollback(
+            **args,
+            num_rejected=ints(num_rejected),
+            page_size=self.page_size,
+            ref_counts=refs,
+            backend=backend,
+            **options,
+        )
+        return status.tolist()
+
+    def append(self, num_new, max_new: int, backend: str, **options) -> sk.AppendOutput:
+        args = self.tensors()
+        refs = args.pop("ref_counts", None)
+        return sk.kv_append_slots(
+            **args, num_new=ints(num_new), page_size=self.page_size, ref_counts=refs, max_new=max_new, backend=backend,
+            **options,
+        )  # fmt: skip
+
+
+def ints(values) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int32)
+
+
+def make_state(
+    lengths, page_size: int, M: int, *, spare: int = 8, room: int = 0, counts: bool = True, share: float = 0.0, seed=0
+) -> State:
+    """Requests of these lengths with pages of their own, or, with probability `share` a block, the page that an earlier request
+    has there. `spare` pages are free and the list has room for `room` entries beyond all pages (which exist but are nobody's)."""
+    g = generator("kv", seed, len(lengths), page_size)
+    blocks = [-(-n // page_size) for n in lengths]
+    P = max(sum(blocks) + spare + room, 1)
+    pages = torch.randperm(P, generator=g).tolist()
+    table = [[-1] * M for _ in lengths]
+    refs = [0] * P
+    for b, count in enumerate(blocks):
+        for m in range(count):
+            others = [row[m] for row in table[:b] if row[m] >= 0]
+            if others and torch.rand((), generator=g) < share:
+                table[b][m] = others[int(torch.randint(len(others), (), generator=g))]
+            else:
+                table[b][m] = pages.pop()
+            refs[table[b][m]] += 1
+    free = pages[: len(pages) - room]
+    state = State(
+        ints(list(lengths)),
+        ints(table).view(len(lengths), M),
+        ints(free + [-7] * (P - len(free))),
+        ints([len(free)]),
+        page_size,
+    )
+    return replace(state, ref_counts=ints(refs)) if counts else state
+
+
+def damage(state: State, seed: int = 0) -> State:
+    """The same with some entries, counts and lengths that no sound state has."""
+    g = generator("damage", seed)
+    state = state.copy()
+    P = state.free_pages.shape[0]
+    hit = lambda t, p: torch.rand(t.shape, generator=g) < p  # noqa: E731
+    for value in (-1, -5, P, 2**31 - 1, -(2**31)):
+        state.block_table[hit(state.block_table, 0.04)] = value
+    state.seq_lens[hit(state.seq_lens, 0.05)] = -3
+    state.seq_lens[hit(state.seq_lens, 0.05)] += 3 * state.page_size
+    if state.ref_counts is not None:
+        for value in (0, -2, 1, 2, 3):
+            state.ref_counts[hit(state.ref_counts, 0.06)] = value
+    return state
+
+
+def assert_same_state(state: State, lists: dict, what="") -> None:
+    for name, tensor in state.tensors().items():
+        assert tensor.tolist() == lists[name], (what, name)
+
+
+def assert_rollback_as_oracle(state: State, num_rejected, backend: str, what="", **options) -> list[int]:
+    """Rolls `state` back on `backend`; everything as the oracle leaves it. Returns the status."""
+    lists = state.lists()
+    want = python_ref.kv_rollback(num_rejected=ints(num_rejected).tolist(), **lists)
+    assert state.rollback(num_rejected, backend, **options) == want, what
+    assert_same_state(state, lists, what)
+    return want
+
+
+def assert_append_as_oracle(state: State, num_new, max_new: int, backend: str, what="", **options) -> sk.AppendOutput:
+    lists = state.lists()
+    want = python_ref.kv_append_slots(num_new=ints(num_new).tolist(), max_new=max_new, **lists)
+    got = state.append(num_new, max_new, backend, **options)
+    for name in want._fields:
+        assert getattr(got, name).tolist() == getattr(want, name), (what, name)
+    assert_same_state(state, lists, what)
+    return got

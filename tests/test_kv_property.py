@@ -1,0 +1,190 @@
+"""A paged cache in use: random sequences of appends, rollbacks, forks and frees against a model in plain Python.
+
+The model knows each request's tokens and pages; the cache is a dict of what was written where, so a page that two requests write
+to, or that comes back while somebody reads it, shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from specdec_kernels import CacheStatus
+from tests.kv_states import State, ints
+
+B, MAX_NEW = 4, 7
+EXAMPLES = {"native": 1000, "eager": 6, "triton": 6}
+LENGTH = 100
+"""Operations of an example: 100,000 on the native backend."""
+
+
+@dataclass
+class Request:
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+
+
+class Model:
+    """Who holds which page, by reference counting done by hand."""
+
+    def __init__(self, pages: int, page_size: int, columns: int):
+        self.page_size, self.columns = page_size, columns
+        self.requests = [Request() for _ in range(B)]
+        self.free = list(range(pages))
+        self.total = pages
+        self.seen: Counter[str] = Counter()
+
+    def holders(self, page: int) -> int:
+        return sum(request.pages.count(page) for request in self.requests)
+
+    def append(self, b: int, tokens: list[int]) -> tuple[int, tuple[int, int]]:
+        """Returns (status, pages to copy from and to)."""
+        request, size = self.requests[b], self.page_size
+        length = len(request.tokens)
+        needed = -(-(length + len(tokens)) // size)
+        if needed > self.columns:
+            self.seen["table full"] += 1
+            return CacheStatus.TABLE_FULL, (-1, -1)
+        copies = bool(tokens) and length % size > 0 and self.holders(request.pages[-1]) > 1
+        if needed - len(request.pages) + copies > len(self.free):
+            self.seen["out of pages"] += 1
+            return CacheStatus.OUT_OF_PAGES, (-1, -1)
+        copy = (-1, -1)
+        self.seen["copies"] += copies
+        if copies:
+            copy = (request.pages[-1], self.free.pop())
+            request.pages[-1] = copy[1]
+        while len(request.pages) < needed:
+            request.pages.append(self.free.pop())
+        request.tokens += tokens
+        return 0, copy
+
+    def rollback(self, b: int, rejected: int) -> None:
+        request = self.requests[b]
+        length = max(len(request.tokens) - rejected, 0)
+        del request.tokens[length:]
+        while len(request.pages) > -(-length // self.page_size):
+            page = request.pages.pop()
+            if self.holders(page) == 0:
+                self.free.append(page)
+            else:
+                self.seen["shared pages kept"] += 1
+
+    def fork(self, source: int, destination: int) -> None:
+        request = self.requests[source]
+        self.requests[destination] = Request(list(request.tokens), list(request.pages))
+
+
+class Cache:
+    """The same by the ops, with what was written to each slot."""
+
+    def __init__(self, pages: int, page_size: int, columns: int, counts: bool, backend: str):
+        self.backend, self.page_size = backend, page_size
+        self.state = State(
+            ints([0] * B), ints([[-1] * columns] * B), ints(list(range(pages))), ints([pages]), page_size,
+            ints([0] * pages) if counts else None,
+        )  # fmt: skip
+        self.written: dict[tuple[int, int], int] = {}
+
+    def append(self, tokens: list[list[int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        out = self.state.append([len(t) for t in tokens], MAX_NEW, self.backend)
+        copies = list(zip(out.copy_src.tolist(), out.copy_dst.tolist(), strict=True))
+        for source, destination in copies:
+            for offset in range(self.page_size if source >= 0 else 0):
+                self.written[destination, offset] = self.written.get((source, offset), -1)
+        slots = out.slots.tolist()
+        used = [slot for row in slots for slot in row if slot >= 0]
+        assert len(used) == len(set(used)), "two tokens in one slot"
+        for row, new, status in zip(slots, tokens, out.status.tolist(), strict=True):
+            count = 0 if status else len(new)
+            assert all(slot >= 0 for slot in row[:count]) and all(slot == -1 for slot in row[count:])
+            for slot, token in zip(row, new[:count], strict=False):
+                self.written[divmod(slot, self.page_size)] = token
+        return out.status.tolist(), copies
+
+    def fork(self, source: int, destination: int) -> None:
+        s = self.state
+        s.block_table[destination] = s.block_table[source]
+        s.seq_lens[destination] = s.seq_lens[source]
+        held = s.block_table[source]
+        s.ref_counts[held[held >= 0].long()] += 1
+
+    def check(self, model: Model) -> None:
+        s = self.state
+        table, lengths = s.block_table.tolist(), s.seq_lens.tolist()
+        assert lengths == [len(r.tokens) for r in model.requests]
+        assert table == [r.pages + [-1] * (model.columns - len(r.pages)) for r in model.requests]
+        assert s.free() == model.free
+        for row, request in zip(table, model.requests, strict=True):
+            places = (divmod(t, self.page_size) for t in range(len(request.tokens)))
+            assert [self.written[row[block], offset] for block, offset in places] == request.tokens
+        counts = [model.holders(page) for page in range(model.total)]
+        if s.ref_counts is not None:
+            assert s.ref_counts.tolist() == counts
+        free = set(model.free)
+        assert len(free) == len(model.free), "a page was freed twice"
+        assert all((page in free) == (count == 0) for page, count in enumerate(counts)), "a page leaked"
+
+
+def run(backend: str, page_size: int, pages: int, columns: int, counts: bool, operations: list[int]) -> Counter:
+    """Each operation is drawn as one number, whose digits say what, who and how much; returns what happened."""
+    model, cache = Model(pages, page_size, columns), Cache(pages, page_size, columns, counts, backend)
+    names = itertools.count()
+    for number in operations:
+        kind, number = number % 8, number // 8
+        who, number = number % B, number // B
+        other, number = number % B, number // B
+        amounts = [number // (MAX_NEW + 1) ** b % (MAX_NEW + 1) for b in range(B)]
+        if kind < 4:  # append, or a step that verifies and takes some of it back
+            tokens = [[next(names) for _ in range(n)] for n in amounts]
+            want = [model.append(b, new) for b, new in enumerate(tokens)]
+            assert list(zip(*cache.append(tokens), strict=True)) == want
+            if kind < 2:
+                rejected = [(n + who) % (n + 1) for n in amounts]
+            else:
+                rejected = [0] * B
+        elif kind == 4:
+            rejected = [n * page_size // 2 for n in amounts]
+        elif kind == 5:
+            rejected = [1000 * (b == who) for b in range(B)]
+        else:
+            rejected = [1000 * (b == who and who != other and counts) for b in range(B)]
+        assert cache.state.rollback(rejected, cache.backend) == [0] * B
+        for b, n in enumerate(rejected):
+            model.rollback(b, n)
+        if kind >= 6 and who != other and counts:
+            cache.fork(other, who)
+            model.fork(other, who)
+        cache.check(model)
+    return model.seen + Counter(operations=len(operations))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_agrees_with_the_model(backend):
+    """Contents, lengths, tables, free list and counts after each operation; no page leaks or is freed twice."""
+    seen: Counter[str] = Counter()
+
+    @settings(
+        max_examples=EXAMPLES[backend], derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate,) if backend == "triton" else tuple(Phase),  # shrinking takes minutes there
+    )  # fmt: skip
+    @given(
+        page_size=st.sampled_from([1, 2, 4, 16]),
+        pages=st.integers(1, 24),
+        columns=st.integers(1, 12),
+        counts=st.booleans(),
+        operations=st.lists(st.integers(0, 2**20 - 1), min_size=LENGTH, max_size=LENGTH),
+    )
+    def property_(page_size, pages, columns, counts, operations):
+        seen.update(run(backend, page_size, pages, columns, counts, operations))
+
+    property_()
+    assert seen["operations"] >= EXAMPLES[backend] * LENGTH
+    happened = min(seen[name] for name in ("table full", "out of pages", "copies", "shared pages kept"))
+    assert happened * 1000 >= seen["operations"], seen
