@@ -29,10 +29,12 @@ CPU_SOURCES = [
     "isa_baseline",
     "kv_append_slots",
     "kv_rollback",
+    "kv_compact",
     "library",
     "nucleus",
     "sample",
     "schedule_lengths",
+    "state_select",
     "verify_chain",
     "verify_tree",
 ]

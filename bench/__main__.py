@@ -14,7 +14,7 @@ import specdec_kernels
 from ._environment import document, environment, write
 from ._timing import Settings
 
-BENCHES = ("verify_chain", "verify_tree", "nucleus", "sample", "filter_probs")
+BENCHES = ("verify_chain", "verify_tree", "nucleus", "sample", "filter_probs", "kv_compact")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -10,6 +10,7 @@ from . import lossy
 from .build_tree import DraftTree, build_tree
 from .filter_probs import filter_probs
 from .kv_append_slots import AppendOutput, kv_append_slots
+from .kv_compact import kv_compact
 from .kv_rollback import kv_rollback
 from .nucleus import Nucleus, NucleusResult, nucleus, row_nucleus, row_probs
 from .params import SamplingParams
@@ -17,6 +18,7 @@ from .rng import coin, philox4x32, race_noise, uniform
 from .rows import accept_probability, residual
 from .sample import SampleResult, race, sample
 from .schedule_lengths import schedule_lengths
+from .state_select import state_select
 from .verify_chain import ChainLaw, VerifyResult, chain_law, chain_weights, verify_chain
 from .verify_tree import TreeResult, verify_tree
 
@@ -37,6 +39,7 @@ __all__ = [
     "coin",
     "filter_probs",
     "kv_append_slots",
+    "kv_compact",
     "kv_rollback",
     "lossy",
     "nucleus",
@@ -48,6 +51,7 @@ __all__ = [
     "row_probs",
     "sample",
     "schedule_lengths",
+    "state_select",
     "uniform",
     "verify_chain",
     "verify_tree",

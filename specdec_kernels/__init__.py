@@ -9,11 +9,13 @@ from .build_tree import DraftTree, build_tree
 from .draft_vocab import target_to_draft_from_d2t
 from .filter_probs import filter_probs
 from .kv_append_slots import AppendOutput, kv_append_slots
+from .kv_compact import kv_compact
 from .kv_rollback import kv_rollback
 from .nucleus import Nucleus, nucleus
 from .params import RaggedDrafts, SamplingTensors, ragged_from_padded
 from .sample import SampleOutput, sample
 from .schedule_lengths import schedule_lengths
+from .state_select import state_select
 from .status import CacheStatus, Status
 from .trees import (
     Retrieve,
@@ -44,6 +46,7 @@ __all__ = [
     "filter_probs",
     "info",
     "kv_append_slots",
+    "kv_compact",
     "kv_rollback",
     "lossy",
     "nucleus",
@@ -52,6 +55,7 @@ __all__ = [
     "retrieve_from_parents",
     "sample",
     "schedule_lengths",
+    "state_select",
     "static_tree",
     "static_tree_tokens",
     "target_to_draft_from_d2t",

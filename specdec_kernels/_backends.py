@@ -127,7 +127,8 @@ def _register_triton(name: str) -> None:
         return getattr(importlib.import_module(f".triton.{name}", __package__), name)
 
     def run(*args):
-        device = args[0].device
+        first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+        device = first.device
         if device.type != "cuda":
             kernels()(*args)
             return

@@ -95,3 +95,36 @@ def output(op: str, name: str, value, dtype: torch.dtype, shape: tuple, device: 
         fail(op, name, f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}", value)
     if not value.is_contiguous():
         fail(op, name, "contiguous", f"strides {list(value.stride())}")
+
+
+def tensors(op: str, name: str, value, device: torch.device) -> None:
+    """A list or tuple of tensors on `device` whose elements have 1, 2 or 4 bytes, to be moved as bits."""
+    if not isinstance(value, (list, tuple)):
+        fail(op, name, "a list or tuple of tensors", value)
+    for i, t in enumerate(value):
+        if not isinstance(t, Tensor) or t.device != device or t.element_size() not in (1, 2, 4):
+            fail(op, f"{name}[{i}]", f"a tensor on {device} with elements of 1, 2 or 4 bytes", t)
+
+
+def dense(t: Tensor, first: int) -> bool:
+    """Whether dimensions `first` and up lie contiguously."""
+    expected = 1
+    for dim in range(t.dim() - 1, first - 1, -1):
+        if t.shape[dim] != 1 and t.stride(dim) != expected:
+            return False
+        expected *= t.shape[dim]
+    return True
+
+
+def alike(*lists: list[Tensor]) -> list[list[int]]:
+    """Indices of the lists by layout: of one group, the i-th tensors agree in element size, shape and strides, list by list."""
+    groups: list[tuple[list, list[int]]] = []
+    for i, row in enumerate(zip(*lists, strict=True)):
+        layout = [x for t in row for x in (t.element_size(), t.shape, t.stride())]
+        for known, members in groups:
+            if known == layout:
+                members.append(i)
+                break
+        else:
+            groups.append((layout, [i]))
+    return [members for _, members in groups]

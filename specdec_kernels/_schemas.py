@@ -58,6 +58,11 @@ SCHEMAS = {
         "Tensor(d!)? ref_counts, int page_size, "
         "Tensor(e!) slots, Tensor(f!) copy_src, Tensor(g!) copy_dst, Tensor(h!) status) -> ()"
     ),
+    "kv_compact": ("(Tensor(a!)[] caches, Tensor path, Tensor seq_lens, Tensor? block_table, Tensor? slots) -> ()"),
+    "state_select": (
+        # Without `out` the states are moved in place.
+        "(Tensor(a!)[] states, Tensor(b!)[] out, Tensor num_accepted, Tensor? indices) -> ()"
+    ),
     "filter_probs": (
         f"(Tensor logits, {_PARAMS}, Tensor? slots, Tensor? rows, int filter_order, "
         "Tensor(a!) probs, Tensor(b!) status) -> ()"

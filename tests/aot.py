@@ -104,6 +104,8 @@ EVERYWHERE = (
     "build_tree",
     "kv_rollback counts",
     "kv_append_slots counts",
+    "kv_compact",
+    "state_select",
 )
 """Variants compiled for each architecture; the others for sm_90 alone, as compiling takes a second or two each."""
 TABLE = Path(__file__).with_name("triton_usage.json")
@@ -154,6 +156,17 @@ def _calls() -> dict:
         refs = i32(64) if counts else None
         op(i32(B), i32(B), i32(B, 8), i32(64), i32(1), page_size, ref_counts=refs, backend="triton", **options)
 
+    def compacted(H, D, dtype, K=8, hnd=False, paged=True):
+        shape = (2 * B, H, 16, D) if hnd else (2 * B, 16, H, D)
+        caches = [t.transpose(1, 2) if hnd else t for t in (torch.zeros(shape, dtype=dtype) for _ in range(4))]
+        table = torch.zeros(B, 2, dtype=torch.int32) if paged else None
+        path, lengths = torch.zeros(B, K, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+        sk.kv_compact(caches, path, lengths, block_table=table, backend="triton")
+
+    def selected(**options):
+        states, accepted = [torch.zeros(B, K, 32, 64, 64) for _ in range(4)], torch.zeros(B, dtype=torch.int32)
+        sk.state_select(states, accepted, backend="triton", **options)
+
     bf16, f32 = torch.bfloat16, torch.float32
     call = functools.partial
     return {
@@ -198,6 +211,12 @@ def _calls() -> dict:
         "kv_append_slots": call(cached, sk.kv_append_slots, False, max_new=17),
         "kv_append_slots counts": call(cached, sk.kv_append_slots, True, max_new=17),
         "kv_append_slots counts long": call(cached, sk.kv_append_slots, True, page_size=1, max_new=4096),
+        "kv_compact": call(compacted, 8, 128, bf16),
+        "kv_compact HND": call(compacted, 8, 128, bf16, hnd=True),
+        "kv_compact latents K=128": call(compacted, 1, 576, bf16, K=128),
+        "kv_compact contiguous, odd heads": call(compacted, 3, 7, torch.int8, hnd=True, paged=False),
+        "state_select": selected,
+        "state_select out": call(selected, out=[torch.zeros(B, 32, 64, 64)] * 4, indices=position),
     }
 
 

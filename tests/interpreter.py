@@ -34,6 +34,7 @@ class Watch:
 
 _watches: list[Watch] = []
 _extents: list[tuple[int, int]] = []  # of the tensors that the running launch was given
+_behind: list[tuple[int, int]] = []  # of those whose addresses are in the tables that it was given
 
 
 @contextlib.contextmanager
@@ -95,11 +96,22 @@ def prepare() -> None:
     # It computes each integer addition in 64 bits as well, to find overflows, which the noise means to have.
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
+    from specdec_kernels.triton import _pointers, kv_compact, state_select
+
+    pointers = _pointers.pointers
+
+    def noted_pointers(op, tensors):
+        _behind.extend(map(_extent, tensors))
+        return pointers(op, tensors)
+
+    for module in (kv_compact, state_select):
+        module.pointers = noted_pointers
+
     launch = interpreter.GridExecutor.__call__
 
     def checked_launch(self, *args, **kwargs):
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-        _extents[:] = [_extent(t) for t in given]
+        _extents[:] = [*map(_extent, given), *_behind]
         grid = self.grid[0]
         place = np.arange(grid)
         for watch in _watches:
@@ -113,6 +125,7 @@ def prepare() -> None:
         finally:
             del builder.set_grid_idx
             _extents.clear()
+            _behind.clear()
 
     interpreter.GridExecutor.__call__ = checked_launch
 

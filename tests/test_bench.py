@@ -34,7 +34,7 @@ def test_quick_run_writes_the_schema(op, tmp_path, capsys, monkeypatch):
     )
     assert result["settings"]["clock"] == "process CPU time"
     kinds = {case["kind"] for case in result["cases"]}
-    assert {"reading", "peers"} <= kinds | ({"peers"} if op == "verify_tree" else set())
+    assert kinds == {"verify_tree": {"reading"}, "kv_compact": {"moving"}}.get(op, kinds | {"reading", "peers"})
     for case in result["cases"]:
         assert case["gate"]["checked"] > case["gate"]["undecided"]
         assert op in case["ms"] and op not in case["ratio"]
@@ -43,7 +43,7 @@ def test_quick_run_writes_the_schema(op, tmp_path, capsys, monkeypatch):
         if case["kind"] == "reading":
             assert {"amax", "softmax", "copy"} <= set(case["ms"]) and case["gb_per_s"] > 0
     printed = capsys.readouterr().out
-    assert "/ amax" in printed
+    assert ("/ copy" if op == "kv_compact" else "/ amax") in printed
     if op == "verify_chain":
         assert "vllm: not installed" in printed
 
@@ -76,6 +76,11 @@ def wrong_probs(logits, params, **options):
     return real_probs(logits, params, **options).roll(1, 1)
 
 
+def wrong_compact(caches, path, seq_lens, **options):
+    return real_compact(caches, path + 1, seq_lens, **options)
+
+
+real_compact = specdec_kernels.kv_compact
 real_verify, real_sample = specdec_kernels.verify_chain, specdec_kernels.sample
 real_tree = specdec_kernels.verify_tree
 real_nucleus, real_probs = specdec_kernels.nucleus, specdec_kernels.filter_probs
@@ -85,6 +90,7 @@ WRONG = {
     "sample": wrong_sample,
     "nucleus": wrong_nucleus,
     "filter_probs": wrong_probs,
+    "kv_compact": wrong_compact,
 }
 
 
@@ -163,7 +169,7 @@ def test_gpu_check_without_a_gpu(capsys):
     before = set(gpu_check.RESULTS.iterdir())
     assert gpu_check.main(["--rehearse"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("passed") == 6 and shown.count("skipped") >= 4 and "failed" not in shown
+    assert shown.count("passed") == 7 and shown.count("skipped") >= 4 and "failed" not in shown
     assert set(gpu_check.RESULTS.iterdir()) == before
 
 

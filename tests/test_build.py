@@ -156,7 +156,7 @@ def test_info_command():
 
 DOCTESTS = (
     "params", "nucleus", "sample", "filter_probs", "verify_chain", "verify_tree", "build_tree", "trees", "schedule_lengths",
-    "draft_vocab", "lossy", "status", "kv_rollback", "kv_append_slots",
+    "draft_vocab", "lossy", "status", "kv_rollback", "kv_append_slots", "kv_compact", "state_select",
 )  # fmt: skip
 
 

@@ -54,6 +54,15 @@ def op_arguments(name: str, full: bool) -> tuple:
         given = (state.free_pages, state.num_free, opt(state.ref_counts), 4)
         outputs = (i32(N),) if name == "kv_rollback" else (torch.full((N, 6), 12345), i32(N), i32(N), i32(N))
         return (state.seq_lens, torch.tensor([3, 0, 6], dtype=torch.int32), state.block_table, *given, *outputs)
+    if name == "kv_compact":
+        caches = [torch.rand(N, 9, 2, 4) for _ in range(2)]
+        table = opt(torch.arange(N, dtype=torch.int32).view(N, 1))
+        path = torch.tensor([[2, 4], [1, 3], [-1, -1]], dtype=torch.int32)
+        return (caches, path, torch.tensor([0, 3, 5]), table, None if full else torch.tensor([1, 0, 2]))
+    if name == "state_select":
+        states, indices = [torch.rand(N, 4, 5) for _ in range(2)], torch.tensor([2, 0, 3])
+        out = [torch.rand(4, 5) for _ in range(2)] if full else []
+        return (states, out, torch.tensor([1, 3, 2], dtype=torch.int32), opt(indices))
     B, K, D = N, 2, 4
     target = make_rows("normal", D + B, 40, logits.dtype)
     saved = tuple(opt(t) for t in sk.nucleus(target[:D], make_params([FILTERS[0]] * D)))

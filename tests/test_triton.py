@@ -7,6 +7,7 @@ import torch
 
 import specdec_kernels as sk
 from bench import _gpu_checks
+from tests.cache_cases import cache_case
 from tests.cases import Tally, assert_same_bits, compare, make_call, make_params, make_rows
 from tests.conftest import available
 from tests.interpreter import watching
@@ -26,6 +27,8 @@ def test_at_most_two_launches():
     call = make_call(vocab=300, filters=SOME, lengths=[2, 0, 1])
     tree = make_tree_call(vocab=300, rule="traversal", replacement=False, filters=SOME)
     lossy = make_tree_call(vocab=300, rule="typical", filters=SOME)
+    caches, other = [torch.zeros(3, 20, 2, 8) for _ in range(12)], torch.zeros(3, 20, 8)
+    path, lengths = torch.tensor([[1, 3]] * 3, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
     rows, params, drafts = call.target[:3], call.params, torch.zeros(3, 40, dtype=torch.int64)
     for run, kernels in (
         (lambda: sk.nucleus(rows, params, backend="triton"), ["nucleus_kernel"]),
@@ -43,6 +46,9 @@ def test_at_most_two_launches():
         (lambda: sk.build_tree(torch.zeros(3, 40), *[drafts] * 2, 9, backend="triton"), ["build_tree_kernel"]),
         (lambda: make_state([9, 3], 4, 5).rollback([6, 2], "triton"), ["kv_rollback_kernel"]),
         (lambda: make_state([9, 3], 4, 5).append([6, 2], 6, "triton"), ["kv_append_slots_kernel"]),
+        (lambda: sk.kv_compact(caches, path, lengths, backend="triton"), ["kv_compact_kernel"]),
+        (lambda: sk.kv_compact([*caches, other, other], path, lengths, backend="triton"), ["kv_compact_kernel"] * 2),
+        (lambda: sk.state_select(caches, lengths, backend="triton"), ["state_select_kernel"]),
     ):
         with watching() as watch:
             run()
@@ -107,6 +113,82 @@ def test_bytes_of_a_tree():
                 if i == 1:
                     on_path[3:] = False  # leaves have no children to draw
                 assert ((reads[on_path] >= 1) & (reads[on_path] < 1.2)).all() and (reads[~on_path] == 0).all()
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_only_what_moves_is_read(layout):
+    """Every word of a node that moves once, and nothing else of the cache: not a node in its place, none that was rejected."""
+    case = cache_case(layout, B=2, layers=2, H=4, D=72)
+    path = torch.tensor([[1, 3, 4, 9, -1], [2, 3, -1, -1, -1]], dtype=torch.int32)
+    seq_lens, table = torch.tensor([13, 40]), torch.arange(12, dtype=torch.int32).view(2, 6)
+    words = [t.view(torch.int64) for t in case.buffers]
+    with watching(*words) as watch:
+        sk.kv_compact(case.views(case.buffers), path, seq_lens, block_table=table, backend="triton")
+    wanted = [torch.zeros_like(t, dtype=torch.int64) for t in words]
+    views = [t if layout == "nhd" else t.transpose(1, 2) for t in wanted]
+    for b, node in ((0, 3), (0, 4), (0, 9), (1, 2), (1, 3)):
+        position = int(seq_lens[b]) + node
+        for view in views:
+            view[table[b, position // 16], position % 16] = 1
+    for i, counts in enumerate(wanted):
+        assert torch.equal(torch.from_numpy(watch.reads(i)), counts)
+
+
+def test_only_the_chosen_snapshot_is_read():
+    states = torch.rand(4, 5, 3, 700)
+    accepted = torch.tensor([2, 0, 4, 1], dtype=torch.int32)
+    with watching(states.view(torch.int64)) as watch:
+        sk.state_select([states], accepted, backend="triton")
+    reads = watch.reads(0).reshape(4, 5, -1)
+    for b in range(4):
+        for j in range(5):
+            assert (reads[b, j] == int(j == accepted[b] and j > 0)).all()
+
+
+def test_pointer_tables_are_kept_by_use(monkeypatch):
+    """A step's tables are found by their addresses; the oldest goes where there are too many, those of graphs stay."""
+    from specdec_kernels.triton import _pointers
+
+    monkeypatch.setattr(_pointers, "_tables", type(_pointers._tables)())
+    monkeypatch.setattr(_pointers, "_in_graphs", {})
+    monkeypatch.setattr(_pointers, "KEPT", 2)
+    a, b, c = ([torch.zeros(8) for _ in range(3)] for _ in range(3))
+    first = _pointers.pointers("op", a)
+    assert first.table.tolist() == [t.data_ptr() for t in a]
+    _pointers.pointers("op", b)
+    assert _pointers.pointers("op", list(a)) is first and _pointers.pointers("op", a[::-1]) is not first
+    assert _pointers.pointers("op", a) is first and len(_pointers._tables) == 2  # b was the oldest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_pointers, "_capturing", lambda device: True)
+        assert _pointers.pointers("op", a) is first
+        with pytest.raises(RuntimeError, match=r"^op: .*during a CUDA graph capture"):
+            _pointers.pointers("op", c)
+    _pointers.pointers("op", b), _pointers.pointers("op", c)
+    assert len(_pointers._tables) == 2 and _pointers.pointers("op", a) is first
+
+
+def test_words_are_as_wide_as_the_layout_allows():
+    from specdec_kernels.triton._pointers import word_of
+
+    assert [word_of(bits) for bits in (1, 6, 12, 8, 24, 48, 1 << 40)] == [
+        (1, False), (2, False), (4, False), (8, False), (8, False), (8, True), (8, True),
+    ]  # fmt: skip
+
+
+def test_an_address_behind_no_table_is_seen(monkeypatch):
+    """The check that all tests here run under knows the tensors behind a table, and no others."""
+    from triton.runtime.interpreter import InterpreterError
+
+    from specdec_kernels.triton import kv_compact
+
+    caches, stranger = [torch.zeros(1, 9, 1, 8)], [torch.zeros(1, 9, 1, 8)]
+    path = torch.tensor([[2]], dtype=torch.int32)
+    real = kv_compact.pointers
+    monkeypatch.setattr(
+        kv_compact, "pointers", lambda op, t: real(op, t)._replace(table=torch.tensor([stranger[0].data_ptr()]))
+    )
+    with pytest.raises(InterpreterError, match="out of bounds"):
+        sk.kv_compact(caches, path, torch.tensor([0]), backend="triton")
 
 
 def test_a_saved_nucleus_spares_the_draft_rows():

@@ -4,10 +4,12 @@ from . import (
     build_tree,
     filter_probs,
     kv_append_slots,
+    kv_compact,
     kv_rollback,
     nucleus,
     sample,
     schedule_lengths,
+    state_select,
     verify_chain,
     verify_tree,
 )

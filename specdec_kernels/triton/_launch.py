@@ -141,18 +141,21 @@ class Workspace:
         return {name: t.view(torch.int32) if name in INTEGERS else t for name, t in taken.items()}
 
     def _new(self, create: Callable, size: int, dtype: torch.dtype) -> Tensor:
-        """What is kept comes from no pool of the moment (a graph's, while inductor warms it up; `torch.cuda.use_mem_pool`)
-        and is no inference tensor. Both are matters of a thread, so another thread allocates, on the caller's stream."""
-        if not self.kept:
-            return create(size, dtype=dtype, device=self.device)
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        make = functools.partial(create, size, dtype=dtype, device=self.device)
+        return kept_tensor(make, self.device) if self.kept else make()
 
-        def make() -> Tensor:
-            with torch.cuda.stream(stream):
-                return create(size, dtype=dtype, device=self.device)
 
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(make).result()
+def kept_tensor(make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """What is kept comes from no pool of the moment (a graph's, while inductor warms it up; `torch.cuda.use_mem_pool`)
+    and is no inference tensor. Both are matters of a thread, so another thread makes it, on the caller's stream."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def run() -> Tensor:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 INTEGERS = ("row_status", "row_token", "peak", "path_node", "path_status", "path_argmax", "walked", "taken")
