@@ -50,7 +50,7 @@ def test_parity(rule, replacement, dtype, backend):
             compare(call.run(backend), ref, tally)
             deepest = max(deepest, int(ref.num_accepted.max()))
     tally.assert_few()
-    assert deepest >= 2
+    assert deepest >= (2 if backend == "triton" else 3)
 
 
 @pytest.mark.parametrize("kind", ["normal", "flat", "lm", "hostile"])

@@ -1,6 +1,5 @@
 """`kv_compact` in Triton: one launch for all caches, a program per request, cache and piece of a token's row."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -91,11 +90,10 @@ def kv_compact(caches, path, seq_lens, block_table, slots) -> None:
     piece = min(power_of_2(heads * head), IN_FLIGHT // rows)
     pieces = -(-heads * head // piece)
     paged = block_table is not None
-    with torch.cuda.device_of(cache):
-        kv_compact_kernel[(B * len(caches) * pieces,)](
-            found.table, path, seq_lens, block_table if paged else path, slots if slots is not None else path,
-            len(caches), pieces, K, block_table.shape[1] if paged else 0, cache.shape[0], cache.shape[1],
-            block_table.stride(0) if paged else 0, *(stride // word for stride in strides), heads * head,
-            HEAD=head if heads > 1 else 0, ROWS=rows, PIECE=piece, WORD=word, WIDE=wide, PAGE=cache.shape[1] if paged else 0,
-            SLOTS=slots is not None, **OPTIONS,
-        )  # fmt: skip
+    kv_compact_kernel[(B * len(caches) * pieces,)](
+        found.table, path, seq_lens, block_table if paged else path, slots if slots is not None else path,
+        len(caches), pieces, K, block_table.shape[1] if paged else 0, cache.shape[0], cache.shape[1],
+        block_table.stride(0) if paged else 0, *(stride // word for stride in strides), heads * head,
+        HEAD=head if heads > 1 else 0, ROWS=rows, PIECE=piece, WORD=word, WIDE=wide, PAGE=cache.shape[1] if paged else 0,
+        SLOTS=slots is not None, **OPTIONS,
+    )  # fmt: skip

@@ -1,6 +1,5 @@
 """`state_select` in Triton: one launch for all layers, a program per request, layer and piece of a state."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -46,9 +45,8 @@ def state_select(states, out, num_accepted, indices) -> None:
     words = length // word
     block = min(power_of_2(words), PIECE)
     pieces = -(-words // block)
-    with torch.cuda.device_of(state):
-        state_select_kernel[(B * len(states) * pieces,)](
-            source.table, target.table, num_accepted, num_accepted if indices is None else indices, len(states), pieces,
-            state.shape[1], into.shape[0], *(stride // word for stride in strides), words,
-            BLOCK=block, WORD=word, WIDE=wide, IN_PLACE=not out, INDICES=indices is not None, **OPTIONS,
-        )  # fmt: skip
+    state_select_kernel[(B * len(states) * pieces,)](
+        source.table, target.table, num_accepted, num_accepted if indices is None else indices, len(states), pieces,
+        state.shape[1], into.shape[0], *(stride // word for stride in strides), words,
+        BLOCK=block, WORD=word, WIDE=wide, IN_PLACE=not out, INDICES=indices is not None, **OPTIONS,
+    )  # fmt: skip

@@ -389,7 +389,7 @@ def verify_tree(
     length = lambda t: 0 if t is None else t.shape[0]  # noqa: E731
     lossy = rule >= TYPICAL.value
     shared = {
-        "target": target, "stride": target.stride(0), "R": R, "V": V, "draft_tokens": draft_tokens, "parents": parents,
+        "target": target, "stride": target.stride(0), "R": R, "V": V, "draft_tokens": draft_tokens,
         "D": min(draft_tokens.shape[0], parents.shape[0]), "cu": cu_num_draft, "B": B, "K": K,
         "temperature": temperature, "seed": seed, "slots": slots, "num_slots": length(slots),
         "num_params": temperature.shape[0], "position": position,
@@ -402,8 +402,8 @@ def verify_tree(
         "num_q_params": length(draft_temperature), "target_to_draft": target_to_draft,
         "Q_PROBS": draft_is_probs and draft is not None,
     }  # fmt: skip
-    filters = {
-        "top_p": top_p, "top_k": top_k, "min_p": min_p, "ORDER": filter_order,
+    walks = {
+        "parents": parents, "RULE": rule, "top_p": top_p, "top_k": top_k, "min_p": min_p, "ORDER": filter_order,
         # Where no draft rows are scanned there is room for loads twice as wide.
         "P_TILE": min(scan_tile(target, SUB) * (1 if scans_q else 2), maxima * SUB),
     }  # fmt: skip
@@ -425,13 +425,13 @@ def verify_tree(
         path_argmax = scratch.get("path_argmax")
         if lossy:
             lossy_walk_kernel[(B,)](
-                **shared, **filters, **between, RULE=rule, path_argmax=path_argmax,
+                **shared, **walks, **between, path_argmax=path_argmax,
                 bound=bound, factor=factor, rates=rates, num_rates=length(rates), **WALK_OPTIONS,
             )  # fmt: skip
         else:
             walk_kernel[(B,)](
-                **shared, **q, **filters, **between, q_nucleus=scratch["q_nucleus"], state=scratch.get("state"),
-                RULE=rule, draft_cutoff=draft_cutoff, draft_row_max=draft_row_max,
+                **shared, **q, **walks, **between, q_nucleus=scratch["q_nucleus"], state=scratch.get("state"),
+                draft_cutoff=draft_cutoff, draft_row_max=draft_row_max,
                 draft_log_mass=draft_log_mass, num_saved=length(draft_cutoff), q_top_p=draft_top_p, q_top_k=draft_top_k,
                 q_min_p=draft_min_p, REPLACEMENT=replacement, SCAN_Q=scans_q,
                 Q_TILE=scan_tile(draft, SUB) if scans_q else 0, **WALK_OPTIONS,

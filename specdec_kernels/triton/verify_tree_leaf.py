@@ -21,7 +21,7 @@ whether offsets or parents made no sense."""
     ]
 )  # fmt: skip
 def leaf_kernel(
-    target, stride, R, V, draft_tokens, parents, D, cu, B, K,
+    target, stride, R, V, draft_tokens, D, cu, B, K,
     temperature, seed, slots, num_slots, num_params, position,
     draft, draft_stride, draft_height, Vd, draft_rows, num_draft_rows, q_temperature, q_slots, num_q_slots, num_q_params,
     target_to_draft,
