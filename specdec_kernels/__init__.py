@@ -12,6 +12,7 @@ from .kv_append_slots import AppendOutput, kv_append_slots
 from .kv_compact import kv_compact
 from .kv_rollback import kv_rollback
 from .nucleus import Nucleus, nucleus
+from .paged_kv_cache import PagedKVCache
 from .params import RaggedDrafts, SamplingTensors, ragged_from_padded
 from .sample import SampleOutput, sample
 from .schedule_lengths import schedule_lengths
@@ -34,6 +35,7 @@ __all__ = [
     "CacheStatus",
     "DraftTree",
     "Nucleus",
+    "PagedKVCache",
     "RaggedDrafts",
     "Retrieve",
     "SampleOutput",

@@ -10,14 +10,14 @@ from specdec_kernels.decoding.forward import row_positions  # isort: skip
 
 
 @torch.inference_mode()
-def play(model, prompts, steps):
+def play(model, prompts, steps, kind="ragged"):
     """Feeds the prompts, then each step's tokens and rollbacks per row; every row of logits against `recompute`.
 
     steps: list of (tokens per row, list of lists; entries to roll back per row).
     """
     forward = ModelForward(model)
     texts = [list(p) for p in prompts]
-    cache = forward.new_cache(len(texts), 4)  # small: grows while decoding
+    cache = forward.new_cache(len(texts), 4, kind, page_size=4)  # small: grows while decoding
     feeds = [(texts, [0] * len(texts)), *steps]
     texts = [[] for _ in texts]
     for tokens, dropped in feeds:
@@ -33,12 +33,18 @@ def play(model, prompts, steps):
         cache.rollback(dropped)
         for text, t, d in zip(texts, tokens, dropped, strict=True):
             text += list(t)[: len(t) - d]
+        if kind == "paged":
+            cache.pages.check()
     assert cache.lengths == [len(t) for t in texts]
 
 
+CACHES = pytest.mark.parametrize("cache", ["ragged", "paged"])
+
+
+@CACHES
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", TINY)
-def test_ragged_rollback(kind, attention):
+def test_ragged_rollback(kind, attention, cache):
     generator = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randint(64, (n,), generator=generator).tolist()  # noqa: E731
     prompts = [draw(5), draw(12), draw(9)]
@@ -48,11 +54,12 @@ def test_ragged_rollback(kind, attention):
         ([draw(1), draw(1), draw(1)], [0, 0, 0]),
         ([draw(3), draw(3), draw(3)], [2, 2, 2]),
     ]
-    play(tiny(kind, attention=attention), prompts, steps)
+    play(tiny(kind, attention=attention), prompts, steps, cache)
 
 
+@CACHES
 @pytest.mark.parametrize("kind", ["gemma3", "mistral"])
-def test_sliding_window_rollback(kind):
+def test_sliding_window_rollback(kind, cache):
     """A rollback brings entries back into the window that the dropped tokens had pushed out of it."""
     generator = torch.Generator().manual_seed(2)
     draw = lambda n: torch.randint(64, (n,), generator=generator).tolist()  # noqa: E731
@@ -63,7 +70,7 @@ def test_sliding_window_rollback(kind):
         ([draw(WINDOW + 2), draw(3)], [WINDOW + 1, 0]),
         ([draw(1), draw(1)], [0, 0]),
     ]
-    play(tiny(kind), prompts, steps)
+    play(tiny(kind), prompts, steps, cache)
 
 
 def test_silent_noncroppable():
@@ -140,14 +147,15 @@ def test_unsupported_attention_implementation():
 
 
 @torch.inference_mode()
+@CACHES
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_selected_rows_keep_their_entries(kind):
+def test_selected_rows_keep_their_entries(kind, cache):
     model = tiny(kind)
     forward = ModelForward(model)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(64, (4, 11), generator=generator)
     counts = [11, 4, 7, 9]
-    cache = forward.new_cache(4, 16)
+    cache = forward.new_cache(4, 16, cache)
     forward(tokens, counts, cache)
     cache.advance(counts)
     for keep in ([0, 2, 3], [1, 2]):
@@ -162,11 +170,12 @@ def test_selected_rows_keep_their_entries(kind):
 
 
 @torch.inference_mode()
-def test_cache_grows_without_losing_entries():
+@CACHES
+def test_cache_grows_without_losing_entries(cache):
     model = tiny("llama")
     forward = ModelForward(model)
     text = torch.randint(64, (1, 300), generator=torch.Generator().manual_seed(4))
-    cache = forward.new_cache(1, 2)
+    cache = forward.new_cache(1, 2, cache)
     for begin in range(0, 300, 60):
         logits = forward(text[:, begin : begin + 60], [60], cache).logits
         cache.advance([60])

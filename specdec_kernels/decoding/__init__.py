@@ -5,6 +5,7 @@ from .decoder import GenerateResult, SpeculativeDecoder
 from .drafters import DraftBatch, DraftContext, Drafter, DraftModelDrafter, PromptLookupDrafter, StepOutcome
 from .forward import ModelForward
 from .packed import PackedForward
+from .paged_cache import PagedCache
 from .stats import SpecDecodeStats
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "GenerateResult",
     "ModelForward",
     "PackedForward",
+    "PagedCache",
     "PromptLookupDrafter",
     "RaggedCache",
     "SpecDecodeStats",

@@ -19,6 +19,95 @@ class UnsupportedModel(ValueError):
     """The model keeps state that a per-row length cannot roll back, or reads positions that it cannot be given."""
 
 
+class RowCache(Cache):
+    """A transformers cache with a length per row; subclasses say where the entries are.
+
+    A forward of q tokens per row writes row b's entries at positions lengths[b] .. lengths[b] + q - 1 and returns the first
+    max(lengths) + q entries of every row; the lengths change only in `advance` and `rollback`. Callers call `reserve` before
+    each forward, give explicit `position_ids` (an entry's index is its position) and a mask that hides index j from a query at
+    position i < j. Sliding windows keep every entry and hide the old ones by mask: an entry that has left the window may be
+    needed again after a rollback.
+
+    Args:
+        config: the model's text config; refused by name where the model cannot be served (`check_supported`).
+        batch_size: B.
+        device: device of `lengths_tensor`.
+
+    Raises:
+        UnsupportedModel: see `check_supported`.
+    """
+
+    def __init__(self, config, batch_size: int, *, device: torch.device | str = "cpu"):
+        check_supported(config)
+        super().__init__(layers=[])
+        self.layers: list[Any] = []
+        self._device = torch.device(device)
+        self._set([0] * batch_size)
+
+    def _set(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.max_length = max(lengths, default=0)
+        self.uniform = min(lengths, default=0) == self.max_length
+        self._tensor: Tensor | None = None
+
+    @property
+    def lengths_tensor(self) -> Tensor:
+        """int64 [B] on the device."""
+        if self._tensor is None:
+            self._tensor = torch.tensor(self.lengths, dtype=torch.int64, device=self._device)
+        return self._tensor
+
+    def new_layer(self) -> CacheLayerMixin:
+        raise NotImplementedError
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        while len(self.layers) <= layer_idx:
+            self.layers.append(self.new_layer())
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def reserve(self, counts: Sequence[int], width: int) -> None:
+        """Makes room for a forward of `width` tokens per row, of which the first counts[b] are row b's own."""
+
+    def advance(self, counts: Sequence[int], counts_tensor: Tensor | None = None) -> None:
+        """Takes the first counts[b] tokens of the last forward, of those that were reserved, into row b.
+
+        counts_tensor: `counts` as int64 [B] on the device, for callers that had it before the forward.
+        """
+        before = self._tensor
+        self._set([n + c for n, c in zip(self.lengths, counts, strict=True)])
+        # A new tensor from the host would wait for the forward that was just launched.
+        if before is not None and (counts_tensor is not None or len(set(counts)) == 1):
+            self._tensor = before + (counts[0] if counts_tensor is None else counts_tensor)
+
+    def rollback(self, counts: Sequence[int]) -> None:
+        """Drops row b's last counts[b] tokens.
+
+        Raises ValueError where a count is negative or larger than the row's length.
+        """
+        for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
+            if not 0 <= count <= length:
+                name = type(self).__name__
+                raise ValueError(f"{name}.rollback: counts[{row}] must be in [0, {length}], got {count}")
+        self._set([n - c for n, c in zip(self.lengths, counts, strict=True)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens of every row (transformers' convention since 5.24: n <= 0)."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"{type(self).__name__}.crop: tokens_to_remove must be <= 0, got {tokens_to_remove}; "
+                "use rollback() for a count per row"
+            )
+        self.rollback([-tokens_to_remove] * len(self.lengths))
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keeps `rows` (ascending), in that order."""
+        self._set([self.lengths[r] for r in rows])
+
+    def reset(self) -> None:
+        """Empties every row; storage is kept."""
+        self.rollback(self.lengths)
+
+
 class _RaggedLayer(CacheLayerMixin):
     """Keys and values of one attention layer, [B, H, capacity, D]; lengths live in the owning `RaggedCache`."""
 
@@ -73,46 +162,25 @@ class _RaggedLayer(CacheLayerMixin):
         return -1
 
 
-class RaggedCache(Cache):
-    """Key/value cache with a length per row: rolling drafts back changes lengths and moves no data.
-
-    A forward of q tokens per row writes row b's entries at lengths[b] .. lengths[b] + q - 1 and returns the first
-    max(lengths) + q entries of every row; the lengths themselves change only in `advance` and `rollback`, so padded or
-    rejected tokens are simply written over. Callers give explicit `position_ids` (an entry's index is its position) and
-    a mask that hides index j from a query at position i < j. Sliding windows keep every entry and hide the old ones by
-    mask: an entry that has left the window may be needed again after a rollback.
+class RaggedCache(RowCache):
+    """`RowCache` in one block of memory a row and layer: rolling drafts back changes lengths and moves no data; padded or
+    rejected tokens are simply written over.
 
     Args:
-        config: the model's text config; refused by name where the model cannot be served (`check_supported`).
-        batch_size: B.
+        config, batch_size, device: as in `RowCache`.
         capacity: tokens per row to allocate at first; grows as needed.
-        device: device of `lengths_tensor`.
-
-    Raises:
-        UnsupportedModel: see `check_supported`.
     """
 
     def __init__(self, config, batch_size: int, *, capacity: int = _GROWTH, device: torch.device | str = "cpu"):
-        check_supported(config)
-        super().__init__(layers=[])
-        self.layers: list[Any] = []
+        super().__init__(config, batch_size, device=device)
         self.capacity = max(int(capacity), 1)
-        self._device = torch.device(device)
-        self._set([0] * batch_size)
 
     def _set(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self.max_length = max(lengths, default=0)
-        self.uniform = min(lengths, default=0) == self.max_length
-        self._tensor: Tensor | None = None
+        super()._set(lengths)
         self._index: tuple[int, tuple[Tensor, Tensor]] | None = None
 
-    @property
-    def lengths_tensor(self) -> Tensor:
-        """int64 [B] on the device."""
-        if self._tensor is None:
-            self._tensor = torch.tensor(self.lengths, dtype=torch.int64, device=self._device)
-        return self._tensor
+    def new_layer(self) -> CacheLayerMixin:
+        return _RaggedLayer(self)
 
     def write_index(self, count: int) -> tuple[Tensor, Tensor]:
         """Row and column indices, int64 [B, 1] and [B, count], of the entries a forward of `count` tokens writes."""
@@ -122,45 +190,9 @@ class RaggedCache(Cache):
             self._index = count, (row, column)
         return self._index[1]
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        while len(self.layers) <= layer_idx:
-            self.layers.append(_RaggedLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
-
-    def advance(self, counts: Sequence[int], counts_tensor: Tensor | None = None) -> None:
-        """Takes the first counts[b] tokens of the last forward into row b.
-
-        counts_tensor: `counts` as int64 [B] on the device, for callers that had it before the forward.
-        """
-        before = self._tensor
-        self._set([n + c for n, c in zip(self.lengths, counts, strict=True)])
-        # A new tensor from the host would wait for the forward that was just launched.
-        if before is not None and (counts_tensor is not None or len(set(counts)) == 1):
-            self._tensor = before + (counts[0] if counts_tensor is None else counts_tensor)
-
-    def rollback(self, counts: Sequence[int]) -> None:
-        """Drops row b's last counts[b] tokens.
-
-        Raises ValueError where a count is negative or larger than the row's length.
-        """
-        for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
-            if not 0 <= count <= length:
-                raise ValueError(f"RaggedCache.rollback: counts[{row}] must be in [0, {length}], got {count}")
-        self._set([n - c for n, c in zip(self.lengths, counts, strict=True)])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last `-tokens_to_remove` tokens of every row (transformers' convention since 5.24: n <= 0)."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"RaggedCache.crop: tokens_to_remove must be <= 0, got {tokens_to_remove}; "
-                "use rollback() for a count per row"
-            )
-        self.rollback([-tokens_to_remove] * len(self.lengths))
-
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keeps `rows` (ascending), in that order; their entries move to the front of the same storage."""
-        lengths = [self.lengths[r] for r in rows]
-        used = max(lengths, default=0)
+        used = max((self.lengths[r] for r in rows), default=0)
         for layer in self.layers:
             for name in ("keys", "values"):
                 buffer = getattr(layer, name)
@@ -169,15 +201,11 @@ class RaggedCache(Cache):
                     if new != old:
                         buffer[new, :, :used] = buffer[old, :, :used]
                 setattr(layer, name, buffer[: len(rows)])
-        self._set(lengths)
-
-    def reset(self) -> None:
-        """Empties every row; storage is kept."""
-        self._set([0] * len(self.lengths))
+        super().select_rows(rows)
 
 
 def check_supported(config) -> None:
-    """Raises UnsupportedModel, naming the reason, for models that a `RaggedCache` cannot serve.
+    """Raises UnsupportedModel, naming the reason, for models that a `RowCache` cannot serve.
 
     Supported: decoder-only models whose layers are all full or sliding-window attention with explicit positions, as far
     as the config tells; `ModelForward` also refuses models whose `forward` takes no `position_ids`.
@@ -185,7 +213,7 @@ def check_supported(config) -> None:
     name = getattr(config, "model_type", None) or type(config).__name__
 
     def refuse(reason: str):
-        raise UnsupportedModel(f"RaggedCache: model type {name!r} is not supported: {reason}")
+        raise UnsupportedModel(f"decoding: model type {name!r} is not supported: {reason}")
 
     if getattr(config, "is_encoder_decoder", False):
         refuse("encoder-decoder models keep a cross-attention cache")

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import SamplingTensors, verify_chain
+from .cache import RowCache
 from .drafters.base import DraftBatch, DraftContext, Drafter, StepOutcome
-from .forward import ForwardOutput, ModelForward
+from .forward import ForwardOutput, ModelForward, check_cache
 from .packed import PackedForward
 from .policy import AcceptanceWatch, StepCosts
 from .stats import SpecDecodeStats
@@ -76,6 +77,9 @@ class SpeculativeDecoder:
         threshold: share of the break-even acceptance below which speculation pauses.
         packed: "auto" uses the packed float32 CPU forward where the model fits, True requires it, False leaves the
             model's own. It doubles the memory of the weights; logits differ from the model's in the last bits.
+        cache: "ragged" keeps each row's keys and values in one block of memory, allocated for its longest text; "paged" in pages
+            that rows take as they need them and give back on rejection (`PagedKVCache`). The text is the same.
+        page_size: tokens of a page of a paged cache.
         forward: another decoder's `forward` of the same target, to share its packed weights; overrides `packed`.
 
     Raises:
@@ -93,6 +97,8 @@ class SpeculativeDecoder:
         adaptive: bool = True,
         threshold: float = 0.5,
         packed: bool | str = "auto",
+        cache: str = "ragged",
+        page_size: int = 16,
         forward: ModelForward | None = None,
     ):
         if num_draft < 0:
@@ -110,6 +116,7 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = drafter
         self.num_draft, self.rule, self.adaptive, self.threshold = num_draft, rule, adaptive, threshold
+        self.cache, self.page_size = check_cache("SpeculativeDecoder", cache, page_size), page_size
         self.costs = StepCosts()
         if forward is None:
             forward = (packed and PackedForward.build(target, required=packed is True)) or ModelForward(target)
@@ -197,6 +204,10 @@ class SpeculativeDecoder:
         sequences = torch.cat([input_ids, output.to(input_ids.device)], 1)
         return GenerateResult(sequences, [len(t) for t in tokens], tokens, [row.status for row in rows], stats)
 
+    def new_cache(self, batch_size: int, capacity: int) -> RowCache:
+        """An empty cache of the decoder's kind for `batch_size` rows of `capacity` tokens."""
+        return self.forward.new_cache(batch_size, capacity, self.cache, self.page_size)
+
     @torch.inference_mode()
     def warmup(self, batch_size: int = 1, *, context: int = 64, repeats: int = 7) -> None:
         """Runs the forwards that decoding will run, and measures the step costs that adaptive speculation starts from.
@@ -209,7 +220,7 @@ class SpeculativeDecoder:
         self.forward.refresh()
         ids = torch.arange(context + self.num_draft + 1, device=self.forward.device) % self.forward.vocab_size
         ids = ids.repeat(batch_size, 1)
-        cache = self.forward.new_cache(batch_size, ids.shape[1])
+        cache = self.new_cache(batch_size, ids.shape[1])
         self.forward(ids[:, :context], [context] * batch_size, cache, last_only=True)
         cache.advance([context] * batch_size)
         params = SamplingTensors.create(temperature=1.0, seed=0, batch_size=batch_size, device=ids.device)
@@ -240,7 +251,7 @@ class _Run:
         self.forward, self.drafter = decoder.forward, decoder.drafter
         self.device = self.forward.device
         self.watch = AcceptanceWatch(decoder.threshold if decoder.adaptive else 0.0)
-        self.cache = self.forward.new_cache(len(rows), max(row.limit for row in rows) + decoder.num_draft + 1)
+        self.cache = decoder.new_cache(len(rows), max(row.limit for row in rows) + decoder.num_draft + 1)
 
     def __iter__(self):
         begin = perf_counter()
@@ -285,8 +296,8 @@ class _Run:
         t2 = perf_counter()
         emitted, accepted = self._verify(output.logits, drafts, counts, place)
         t3 = perf_counter()
-        self.cache.advance([longest + 1] * batch)
-        self.cache.rollback([longest - a for a in accepted])
+        self.cache.advance([n + 1 for n in counts])
+        self.cache.rollback([n - a for n, a in zip(counts, accepted, strict=True)])
         stats.record(counts, accepted)
         if self.decoder.adaptive:
             self._account(counts, accepted, t3 - t1, t1 - t0)

@@ -1,4 +1,4 @@
-"""One forward of a causal LM over a `RaggedCache`: the new tokens of every row in, logits of the wanted rows out."""
+"""One forward of a causal LM over a `RowCache`: the new tokens of every row in, logits of the wanted rows out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cache import RaggedCache, UnsupportedModel, check_supported
+from .cache import RaggedCache, RowCache, UnsupportedModel, check_supported
+from .paged_cache import PagedCache
+
+CACHES = ("ragged", "paged")
 
 _locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
+
+
+def check_cache(owner: str, kind: str, page_size: int) -> str:
+    """The kind, if it and the page size are such."""
+    if kind not in CACHES:
+        raise ValueError(f"{owner}: cache must be one of {', '.join(CACHES)}, got {kind!r}")
+    if not isinstance(page_size, int) or page_size < 1:
+        raise ValueError(f"{owner}: page_size must be an int >= 1, got {page_size!r}")
+    return kind
 
 
 def model_lock(model) -> threading.RLock:
@@ -48,7 +60,7 @@ class ModelForward:
         self.config = model.config.get_text_config(decoder=True)
         check_supported(self.config)
         if getattr(model, "_is_stateful", False):
-            raise UnsupportedModel(f"RaggedCache: {type(model).__name__} keeps recurrent state")
+            raise UnsupportedModel(f"decoding: {type(model).__name__} keeps recurrent state")
         implementation = self.config._attn_implementation
         if implementation not in ("sdpa", "eager"):
             raise UnsupportedModel(
@@ -69,7 +81,7 @@ class ModelForward:
             reason = "its positions count from behind the padding id, as RoBERTa's do, not from 0"
         if reason:
             raise UnsupportedModel(
-                f"RaggedCache: {type(model).__name__} (model type {self.config.model_type!r}) is not supported: {reason}"
+                f"decoding: {type(model).__name__} (model type {self.config.model_type!r}) is not supported: {reason}"
             )
         # transformers 5.24 renamed the argument; passing the old name there warns on every call.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -90,15 +102,16 @@ class ModelForward:
         """Columns of the logits; may exceed the tokenizer's size by padding."""
         return self._head.weight.shape[0] if self._head is not None else self.config.vocab_size
 
-    def new_cache(self, batch_size: int, capacity: int) -> RaggedCache:
+    def new_cache(self, batch_size: int, capacity: int, kind: str = "ragged", page_size: int = 16) -> RowCache:
+        """An empty cache of `capacity` tokens a row, which grows as needed; kind: one of `CACHES`."""
+        if kind == "paged":
+            return PagedCache(self.config, batch_size, capacity=capacity, page_size=page_size, device=self.device)
         return RaggedCache(self.config, batch_size, capacity=capacity, device=self.device)
 
     def refresh(self) -> None:
         """Takes in what has changed about the model since the last call; decoders call it once per `generate`."""
 
-    def __call__(
-        self, tokens: Tensor, counts: list[int], cache: RaggedCache, *, last_only: bool = False
-    ) -> ForwardOutput:
+    def __call__(self, tokens: Tensor, counts: list[int], cache: RowCache, *, last_only: bool = False) -> ForwardOutput:
         """Feeds counts[b] tokens of row b; the cache's lengths are left for the caller to advance.
 
         Args:
@@ -107,6 +120,7 @@ class ModelForward:
             cache: the rows' cache.
             last_only: logits of each row's last token alone ([B, V]) instead of all sum(counts) of them.
         """
+        cache.reserve(counts, tokens.shape[1])
         rows = wanted_rows(counts, tokens.shape[1], last_only, tokens.device)
         index, positions = row_positions(cache, counts, tokens.shape[1], tokens.device)
         mask = self._mask(cache, index)
@@ -141,7 +155,7 @@ class ModelForward:
             logits = logits.index_select(0, rows)
         return ForwardOutput(logits, captured[0] if captured else None)
 
-    def _mask(self, cache: RaggedCache, index: Tensor):
+    def _mask(self, cache: RowCache, index: Tensor):
         """None where causal attention over the returned entries needs no mask, a 4D mask, or one per layer type.
 
         index: the entry that each query writes, [B, q].
@@ -163,7 +177,7 @@ class ModelForward:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def row_positions(cache: RaggedCache, counts: list[int], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def row_positions(cache: RowCache, counts: list[int], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cache entries that a forward of `width` tokens per row writes, and the positions to embed there; int64 [B, width].
 
     They differ in padding alone, which repeats its row's last position: a row near the model's limit may be padded to

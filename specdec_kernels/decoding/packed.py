@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cache import RaggedCache
+from .cache import RowCache
 from .forward import ForwardOutput, ModelForward, model_lock, row_positions, wanted_rows
 
 _log = logging.getLogger(__name__)
@@ -202,15 +202,14 @@ class PackedForward(ModelForward):
                     f"{count} tokens: logits differ by {error:.2e} from the model's own, limit {limit:.2e}"
                 )
 
-    def __call__(
-        self, tokens: Tensor, counts: list[int], cache: RaggedCache, *, last_only: bool = False
-    ) -> ForwardOutput:
+    def __call__(self, tokens: Tensor, counts: list[int], cache: RowCache, *, last_only: bool = False) -> ForwardOutput:
         batch, count = tokens.shape
         total = batch * count
         if total > self.MAX_ROWS or not self._fits:
             return super().__call__(tokens, counts, cache, last_only=last_only)
         heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
         group = heads // kv_heads
+        cache.reserve(counts, count)
         index, positions = row_positions(cache, counts, count, tokens.device)
         mask = self._mask(cache, index)
         if mask is None and count > 1:

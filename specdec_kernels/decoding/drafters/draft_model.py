@@ -11,8 +11,8 @@ from torch import Tensor
 from ... import Nucleus, SamplingTensors, sample
 from ...eager._rows import GREEDY_BELOW
 from ...sample import STREAM_DRAFT, STREAM_SAMPLE
-from ..cache import RaggedCache
-from ..forward import ModelForward
+from ..cache import RowCache
+from ..forward import ModelForward, check_cache
 from ..packed import PackedForward
 from .base import DraftBatch, DraftContext, Drafter, StepOutcome
 
@@ -23,7 +23,7 @@ _PADDING = 1024
 class DraftModelDrafter(Drafter):
     """Samples drafts from a causal LM that shares the target's token ids, with the request's own parameters.
 
-    The draft model keeps its own `RaggedCache`. After a step it lacks at most the entry of the last accepted draft,
+    The draft model keeps its own `RowCache`. After a step it lacks at most the entry of the last accepted draft,
     which was proposed but never fed: the next step feeds it two tokens instead of one; after plain steps it catches up
     in one forward.
 
@@ -34,19 +34,24 @@ class DraftModelDrafter(Drafter):
             vocabularies may differ by up to 1,024 padding rows. Ids that the model has no embedding for are fed to it as
             its last id: worse drafts behind them, the same law of the text.
         packed: "auto" uses the packed CPU forward where it fits, True requires it, False leaves the model's own.
+        cache, page_size: of the draft model, as in `SpeculativeDecoder`.
 
     Raises:
         UnsupportedModel: the model's cache cannot be rolled back by length.
         ValueError: (from `check_target`) the vocabularies do not fit.
     """
 
-    def __init__(self, model, *, target_to_draft: Tensor | None = None, packed: bool | str = "auto"):
+    def __init__(
+        self, model, *, target_to_draft: Tensor | None = None, packed: bool | str = "auto",
+        cache: str = "ragged", page_size: int = 16,
+    ):  # fmt: skip
         self.forward = (packed and PackedForward.build(model, required=packed is True)) or ModelForward(model)
         self.target_to_draft = target_to_draft
         self.calls = 0
         self._columns = self.forward.vocab_size
         self._last_id = model.get_input_embeddings().weight.shape[0] - 1
-        self._cache: RaggedCache = self.forward.new_cache(0, 1)
+        self.cache, self.page_size = check_cache("DraftModelDrafter", cache, page_size), page_size
+        self._cache: RowCache = self._new_cache(0, 1)
         self._greedy = False
         self._committed: list[int] = []
 
@@ -81,8 +86,11 @@ class DraftModelDrafter(Drafter):
 
     def begin(self, prompts: Sequence[Sequence[int]], params: SamplingTensors, max_tokens: int) -> None:
         self.forward.refresh()
-        self._cache = self.forward.new_cache(len(prompts), max_tokens)
+        self._cache = self._new_cache(len(prompts), max_tokens)
         self._greedy = not bool((params.temperature >= GREEDY_BELOW).any())
+
+    def _new_cache(self, batch_size: int, capacity: int) -> RowCache:
+        return self.forward.new_cache(batch_size, capacity, self.cache, self.page_size)
 
     def propose(self, context: DraftContext) -> DraftBatch | None:
         longest = max(context.budgets, default=0)

@@ -1,0 +1,198 @@
+"""`PagedKVCache` against a list of tokens per request, and the faults that its check finds."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specdec_kernels import CacheStatus, PagedKVCache
+from tests.cases import generator
+
+R, MAX_NEW, HEADS, DIM = 3, 5, 2, 4
+
+
+def entries(tokens: list[int], layer: int, heads: int = HEADS, dim: int = DIM) -> torch.Tensor:
+    """What a layer's keys hold of tokens, [n, heads, dim]: different for every token, head and element."""
+    element = torch.arange(heads * dim, dtype=torch.float32).view(heads, dim)
+    return torch.tensor(tokens, dtype=torch.float32)[:, None, None] * 64 + element + layer / 2
+
+
+def make(pages=12, page_size=4, max_tokens=24, layers=2, **options) -> PagedKVCache:
+    cache = PagedKVCache(pages, page_size, num_requests=R, max_tokens=max_tokens, **options)
+    for _ in range(layers):
+        cache.add_layer(HEADS, DIM, dtype=torch.float32, value_heads=1, value_dim=3)
+    return cache
+
+
+def feed(cache: PagedKVCache, new: list[list[int]]) -> list[int]:
+    """Appends and writes these tokens; returns the status."""
+    placed = cache.append([len(t) for t in new], MAX_NEW)
+    padded = [t + [-1] * (MAX_NEW - len(t)) for t in new]
+    flat = [token for row in padded for token in row]
+    for layer in range(len(cache.layers)):
+        cache.write(layer, entries(flat, layer), -entries(flat, layer, 1, 3), placed.slots)
+    return placed.status.tolist()
+
+
+def assert_holds(cache: PagedKVCache, texts: list[list[int]]) -> None:
+    cache.check()
+    assert cache.seq_lens.tolist() == [len(t) for t in texts]
+    blocks = cache.blocks(max(-(-len(t) // cache.page_size) for t in texts))
+    for layer in range(len(cache.layers)):
+        keys, values = cache.read(layer, blocks)
+        for r, text in enumerate(texts):
+            assert torch.equal(keys[r, :, : len(text)].transpose(0, 1), entries(text, layer))
+            assert torch.equal(values[r, :, : len(text)].transpose(0, 1), -entries(text, layer, 1, 3))
+
+
+OPERATION = st.tuples(
+    st.sampled_from(["step", "step", "step", "fork", "prefix", "free", "grow"]), *[st.integers(0, MAX_NEW)] * (2 * R)
+)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from([1, 3, 4]), st.lists(OPERATION, min_size=30, max_size=30))
+def test_agrees_with_lists_of_tokens(page_size, operations):
+    """Contents and bookkeeping after each step that verifies, fork, and free; a request that found no room is as it was."""
+    cache = make(pages=20, page_size=page_size, max_tokens=30)
+    texts: list[list[int]] = [[] for _ in range(R)]
+    token = 0
+    for name, *amounts in operations:
+        who, other = amounts[0] % R, amounts[1] % R
+        if name == "step":
+            new = [[token + MAX_NEW * r + i for i in range(n)] for r, n in enumerate(amounts[:R])]
+            token += MAX_NEW * R
+            status = feed(cache, new)
+            for text, more, bits in zip(texts, new, status, strict=True):
+                assert bits in (0, CacheStatus.OUT_OF_PAGES, CacheStatus.TABLE_FULL)
+                text += more if bits == 0 else []
+            assert cache.rollback(amounts[R:]).tolist() == [0] * R
+            texts = [text[: max(len(text) - n, 0)] for text, n in zip(texts, amounts[R:], strict=True)]
+        elif name == "free":
+            cache.free([who])
+            texts[who] = []
+        elif name == "grow":
+            cache.grow(cache.num_pages + amounts[2], 30 + amounts[3])
+        else:
+            length = None if name == "fork" else len(texts[who]) * amounts[2] // MAX_NEW
+            cache.fork(who, other, length)
+            texts[other] = texts[who][:length]
+        assert_holds(cache, texts)
+
+
+def test_fork_shares_until_somebody_writes():
+    cache = make()
+    feed(cache, [[1, 2, 3, 4, 5], [], []])
+    feed(cache, [[6], [], []])
+    cache.fork(0, 1)
+    cache.fork(0, 2, 5)
+    free = int(cache.num_free)
+    assert torch.equal(cache.block_table[0], cache.block_table[1]), "a fork takes no page"
+    feed(cache, [[], [7], [8]])
+    assert int(cache.num_free) == free - 2, "the full page is still shared, the other one copied twice"
+    assert_holds(cache, [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 8]])
+    cache.free([0, 1, 2])
+    assert_holds(cache, [[], [], []])
+    assert int(cache.num_free) == cache.num_pages
+
+
+def test_tree_is_compacted():
+    """The path's entries follow the root, and the rejected nodes leave."""
+    cache = make(page_size=3)
+    texts = [[1, 2, 3, 4], [5], [6, 7]]
+    feed(cache, texts)
+    before = cache.seq_lens.clone()
+    feed(cache, [[10, 11, 12, 13, 14], [20, 21, 22], [30]])  # a root and its nodes
+    path = torch.tensor([[2, 4], [1, -1], [-1, -1]], dtype=torch.int32)
+    cache.compact(path, before)
+    cache.rollback([2, 1, 0])
+    assert_holds(cache, [[1, 2, 3, 4, 10, 12, 14], [5, 20, 21], [6, 7, 30]])
+
+
+def test_select_frees_the_others():
+    cache = make()
+    feed(cache, [[1, 2, 3, 4, 5], [6], [7, 8, 9]])
+    cache.select([2, 0])
+    assert_holds(cache, [[7, 8, 9], [1, 2, 3, 4, 5]])
+    assert cache.num_requests == 2 and int(cache.num_free) == cache.num_pages - 3
+    cache.select([])
+    assert int(cache.num_free) == cache.num_pages
+
+
+def test_read_behind_a_length_is_finite():
+    """Attention masks it, and 0 * NaN would be NaN: also where another request's values were, and where there is no page."""
+    cache = make()
+    feed(cache, [[1, 2, 3, 4, 5], [6], []])
+    cache.rollback([5, 0, 0])
+    keys, values = cache.read(0, cache.blocks(6))
+    assert keys.shape == (R, HEADS, 24, DIM) and keys.isfinite().all() and values.isfinite().all()
+
+
+def test_layers_are_what_kernels_take():
+    cache = PagedKVCache(6, 16, num_requests=1, max_tokens=20)
+    cache.add_layer(4, 64, dtype=torch.bfloat16)
+    keys, values = cache.layers[0]
+    assert keys.shape == (6, 16, 4, 64) and keys.is_contiguous() and keys.dtype == torch.bfloat16
+    cache.append([3], 3)
+    new = torch.randn(3, 4, 64, generator=generator("layers")).bfloat16()
+    cache.write(0, new, new + 1, torch.arange(3))
+    page = int(cache.block_table[0, 0])
+    assert torch.equal(keys[page, :3], new) and torch.equal(values[page, :3], new + 1)
+
+
+def plant(cache: PagedKVCache, problem: str) -> None:
+    first = cache.block_table[0, :1]
+    if problem == "is on the free list 2 times":
+        cache.free_pages[0] = cache.free_pages[1]
+    elif problem == "is free and held":
+        cache.free_pages[:1] = first
+    elif problem == "leaked":
+        cache.num_free -= 1
+    elif problem == "has 1 holders and counts 2":
+        cache.ref_counts[first.long()] = 2
+    else:
+        cache.seq_lens[0] = 9
+
+
+PROBLEMS = (
+    "is on the free list 2 times", "is free and held", "leaked", "has 1 holders and counts 2", "lacks a page",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_check_finds(problem):
+    cache = make()
+    feed(cache, [[1, 2, 3, 4, 5], [6], []])
+    cache.check()
+    plant(cache, problem)
+    with pytest.raises(RuntimeError, match=f"PagedKVCache.check: .*{problem}"):
+        cache.check()
+
+
+def test_errors():
+    for name, bad in (("num_pages", 0), ("page_size", 2.0), ("num_requests", -1), ("max_tokens", True)):
+        sizes = {"num_pages": 4, "page_size": 4, "num_requests": 1, "max_tokens": 8, name: bad}
+        with pytest.raises(ValueError, match=f"PagedKVCache: {name} must be an int in"):
+            PagedKVCache(**sizes)
+    with pytest.raises(ValueError, match="dtype must be of 1, 2 or 4 bytes"):
+        PagedKVCache(4, 4, num_requests=1, max_tokens=4).add_layer(1, 1, dtype=torch.float64)
+    cache = make()
+    feed(cache, [[1, 2, 3], [4], []])
+    slots = torch.arange(3)
+    keys, values = entries([1, 2, 3], 0), entries([1, 2, 3], 0, 1, 3)
+    for name, parts in (
+        ("keys", (keys.bfloat16(), values)),
+        ("keys", (keys[:2], values)),
+        ("values", (keys, keys)),
+    ):
+        with pytest.raises(ValueError, match=rf"PagedKVCache.write: {name} must be float32 \[3 tokens, "):
+            cache.write(0, *parts, slots)
+    with pytest.raises(ValueError, match=r"destination must be an int in 0..2, got int 3"):
+        cache.fork(0, 3)
+    with pytest.raises(ValueError, match="requests must be different"):
+        cache.select([0, 0])
+    with pytest.raises(ValueError, match="requests must be an int in"):
+        cache.free([0, 7])
+    with pytest.raises(ValueError, match=r"num_new must be int32 \[B=3\]"):
+        cache.append([1, 2], 2)
+    assert_holds(cache, [[1, 2, 3], [4], []])
