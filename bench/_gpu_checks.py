@@ -14,8 +14,6 @@ from torch import Tensor
 
 import python_ref
 import specdec_kernels as sk
-from tests.cache_cases import DTYPES as CACHE_DTYPES
-from tests.cache_cases import LAYOUTS, assert_bits, cache_case, written
 from tests.cases import (
     DTYPES,
     KINDS,
@@ -31,9 +29,8 @@ from tests.cases import (
 from tests.tree_cases import RULES as TREE_RULES
 from tests.tree_cases import make_tree_call
 
-
-class Skipped(Exception):
-    """A check that cannot run here; the message says why."""
+from ._gpu_caches import bookkeeping, cache_moves
+from ._gpu_skipped import Skipped
 
 
 def to(value, device: torch.device):
@@ -236,8 +233,6 @@ def past_two_to_the_31(device: torch.device, backend: str, quick: bool) -> dict:
 
 def row_ops(device: torch.device, backend: str, quick: bool) -> dict:
     """`sample`, `nucleus` and `filter_probs` against the oracle."""
-    import python_ref
-
     tally = Tally()
     for i, kind in enumerate(KINDS[:: 3 if quick else 1]):
         rows, params = make_rows(kind, 12, 1000, DTYPES[i % 3]), make_params()
@@ -317,55 +312,6 @@ def tree_graph(device: torch.device, backend: str, quick: bool) -> dict:
     return {"replays": 4}
 
 
-def cache_moves(device: torch.device, backend: str, quick: bool) -> dict:
-    """`kv_compact` on every layout and `state_select`, bit by bit; replays of a graph that holds both, with other paths."""
-    moved = 0
-    for i, layout in enumerate(LAYOUTS):
-        D = 72 if layout == "latents" else 64 if quick else 128
-        for K, nodes in ((5, 12),) if quick else ((5, 32), (128, 128)):
-            case = cache_case(layout, CACHE_DTYPES[i % len(CACHE_DTYPES)], D=D, K=K, nodes=nodes, slots=True)
-            values = python_ref.kv_compact(case.views(case.buffers), case.path, case.seq_lens, **case.options)
-            buffers = [t.to(device, copy=True) for t in case.buffers]
-            options = {name: t.to(device) for name, t in case.options.items()}
-            arguments = case.path.to(device), case.seq_lens.to(device)
-            sk.kv_compact(case.views(buffers), *arguments, backend=backend, **options)
-            assert_bits([t.cpu() for t in buffers], written(case.buffers, case.views, values), layout)
-            moved += int((case.path > 0).sum())
-    g = torch.Generator().manual_seed(0)
-    states = [torch.randn(4, 5, 8, 33, generator=g) for _ in range(3)]
-    accepted = torch.tensor([2, 0, 9, 1], dtype=torch.int32)
-    held = [t.to(device, copy=True) for t in states]
-    sk.state_select(held, accepted.to(device), backend=backend)
-    assert_bits([t.cpu() for t in held], python_ref.state_select(states, accepted))
-    if device.type == "cuda":
-        caches, path = (
-            [torch.empty(9, 40, 2, 64, device=device) for _ in range(4)],
-            torch.zeros(3, 5, dtype=torch.int32),
-        )
-        held_path, lengths = path.to(device), torch.full((3,), 7, device=device)
-
-        def step():
-            sk.kv_compact(caches, held_path, lengths, backend=backend)
-            sk.state_select(held, held_path[:, 0].contiguous(), backend=backend)
-
-        step()  # the tables of addresses are made outside
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        for _ in range(4):
-            path = (torch.rand(3, 30, generator=g).topk(5, dim=1).indices.sort(dim=1).values + 1).int()
-            start = [torch.randn(t.shape, generator=g) for t in (*caches, *held)]
-            for into, value in zip((*caches, *held, held_path), (*start, path), strict=True):
-                into.copy_(value)
-            graph.replay()
-            want = python_ref.kv_compact(start[:4], path, lengths.cpu()) + python_ref.state_select(
-                start[4:], path[:, 0]
-            )
-            assert_bits([t.cpu() for t in (*caches, *held)], want, "replay")
-    return {"moves": moved}
-
-
 CHECKS: tuple[Callable, ...] = (
-    parity, large_rows, row_ops, trees, cache_moves, splits, nan_and_ties, graphs, tree_graph, compiled, past_two_to_the_31,
+    parity, large_rows, row_ops, trees, cache_moves, bookkeeping, splits, nan_and_ties, graphs, tree_graph, compiled, past_two_to_the_31,
 )  # fmt: skip

@@ -30,8 +30,8 @@ class CompactCase:
     seq_lens: Tensor
     block_table: Tensor
 
-    def __call__(self) -> None:
-        specdec_kernels.kv_compact(self.caches, self.path, self.seq_lens, block_table=self.block_table)
+    def __call__(self, backend: str = "auto") -> None:
+        specdec_kernels.kv_compact(self.caches, self.path, self.seq_lens, block_table=self.block_table, backend=backend)
 
     def rows(self) -> tuple[list[Tensor], Tensor, Tensor]:
         """(each cache as rows that are moved whole, sources, destinations): tokens, or under HND a token's heads."""
@@ -54,9 +54,9 @@ class CompactCase:
         return len(self.caches) * self.path.numel() * cache.shape[2] * cache.shape[3] * cache.element_size()
 
 
-def compact_case(layout: str, quick: bool) -> CompactCase:
+def compact_case(layout: str, quick: bool, B: int = 8) -> CompactCase:
     """The shape of Llama 3.1 8B's cache, behind texts of 256 to 512 tokens."""
-    layers, B, H, D, longest = (2, 3, 2, 16, 64) if quick else (32, 8, 8, 128, 512)
+    layers, H, D, longest = (2, 2, 16, 64) if quick else (32, 8, 128, 512)
     g = torch.Generator().manual_seed(5)
     blocks = -(-(longest + NODES + 1) // PAGE_SIZE)
     pages = torch.randperm(B * blocks, generator=g).view(B, blocks).int()

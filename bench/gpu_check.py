@@ -38,7 +38,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run_checks(device: torch.device, backend: str, quick: bool) -> list[dict]:
-    from ._gpu_checks import CHECKS, Skipped
+    from ._gpu_checks import CHECKS
+    from ._gpu_skipped import Skipped
 
     results = []
     for check in CHECKS:
@@ -59,6 +60,7 @@ def run_checks(device: torch.device, backend: str, quick: bool) -> list[dict]:
 
 
 def run_cells(device: torch.device, backend: str, given: argparse.Namespace, started: float) -> dict:
+    from ._gpu_caches import cache_times
     from ._gpu_timing import Case, Clock, cells, kernels_of, measure, tiny_cells
 
     clock = Clock(device)
@@ -82,12 +84,16 @@ def run_cells(device: torch.device, backend: str, given: argparse.Namespace, sta
             flush=True,
         )
         results.append(r)
+    caches = cache_times(device, clock, bandwidth, backend, given.rehearse)
+    for name, figures in caches.items():
+        print(f"{name:70} " + "  ".join(f"{key} {value:.3g}" for key, value in figures.items()))
     for name, reason in missing.items():
         print(f"peer {name} skipped: {reason}")
     if left_out:
         print(f"{len(left_out)} cells left out after {SECONDS} s")
     return {
-        "read_gb_per_s": bandwidth / 1e3, "launches": launches, "cells": results, "missing": missing, "left_out": left_out,
+        "read_gb_per_s": bandwidth / 1e3, "launches": launches, "cells": results, "caches": caches,
+        "missing": missing, "left_out": left_out,
     }  # fmt: skip
 
 

@@ -39,9 +39,12 @@ class State:
         return self.free_pages[: int(self.num_free)].tolist()
 
     def rollback(self, num_rejected, backend: str, **options) -> list[int]:
+        return self.rollback_on_device(num_rejected, backend, **options).tolist()
+
+    def rollback_on_device(self, num_rejected, backend: str, **options) -> Tensor:
         args = self.tensors()
         refs = args.pop("ref_counts", None)
-        status = sk.kv_rollback(
+        return sk.kv_rollback(
             **args,
             num_rejected=ints(num_rejected),
             page_size=self.page_size,
@@ -49,7 +52,6 @@ class State:
             backend=backend,
             **options,
         )
-        return status.tolist()
 
     def append(self, num_new, max_new: int, backend: str, **options) -> sk.AppendOutput:
         args = self.tensors()

@@ -34,7 +34,8 @@ def test_quick_run_writes_the_schema(op, tmp_path, capsys, monkeypatch):
     )
     assert result["settings"]["clock"] == "process CPU time"
     kinds = {case["kind"] for case in result["cases"]}
-    assert kinds == {"verify_tree": {"reading"}, "kv_compact": {"moving"}}.get(op, kinds | {"reading", "peers"})
+    only = {"verify_tree": {"reading"}, "kv_compact": {"moving"}, "kv_rollback": {"bookkeeping"}}
+    assert kinds == only.get(op, kinds | {"reading", "peers"})
     for case in result["cases"]:
         assert case["gate"]["checked"] > case["gate"]["undecided"]
         assert op in case["ms"] and op not in case["ratio"]
@@ -43,7 +44,7 @@ def test_quick_run_writes_the_schema(op, tmp_path, capsys, monkeypatch):
         if case["kind"] == "reading":
             assert {"amax", "softmax", "copy"} <= set(case["ms"]) and case["gb_per_s"] > 0
     printed = capsys.readouterr().out
-    assert ("/ copy" if op == "kv_compact" else "/ amax") in printed
+    assert {"kv_compact": "/ copy", "kv_rollback": "/ crop"}.get(op, "/ amax") in printed
     if op == "verify_chain":
         assert "vllm: not installed" in printed
 
@@ -80,6 +81,11 @@ def wrong_compact(caches, path, seq_lens, **options):
     return real_compact(caches, path + 1, seq_lens, **options)
 
 
+def wrong_rollback(*args, num_rejected, **options):
+    return real_rollback(*args, num_rejected=num_rejected + 1, **options)
+
+
+real_rollback = specdec_kernels.kv_rollback
 real_compact = specdec_kernels.kv_compact
 real_verify, real_sample = specdec_kernels.verify_chain, specdec_kernels.sample
 real_tree = specdec_kernels.verify_tree
@@ -91,6 +97,7 @@ WRONG = {
     "nucleus": wrong_nucleus,
     "filter_probs": wrong_probs,
     "kv_compact": wrong_compact,
+    "kv_rollback": wrong_rollback,
 }
 
 
