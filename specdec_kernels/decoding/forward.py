@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import paged_attention
 from .cache import RaggedCache, RowCache, UnsupportedModel, check_supported
 from .paged_cache import PagedCache
 
@@ -62,10 +63,10 @@ class ModelForward:
         if getattr(model, "_is_stateful", False):
             raise UnsupportedModel(f"decoding: {type(model).__name__} keeps recurrent state")
         implementation = self.config._attn_implementation
-        if implementation not in ("sdpa", "eager"):
+        if implementation not in ("sdpa", "eager", paged_attention.NAME):
             raise UnsupportedModel(
-                f'{type(model).__name__}: attention implementation must be "sdpa" or "eager" (a mask per row), '
-                f"got {implementation!r}"
+                f'{type(model).__name__}: attention implementation must be "sdpa" or "eager" (a mask per row), or '
+                f'"{paged_attention.NAME}" with a paged cache, got {implementation!r}'
             )
         parameters = inspect.signature(model.forward).parameters
         reason = None
@@ -91,6 +92,7 @@ class ModelForward:
             kinds = ["sliding_attention" if window else "full_attention"]
         self._kinds = sorted(set(kinds))
         self._window = window
+        self._reads_pages = implementation == paged_attention.NAME
         self._head = model.get_output_embeddings()
 
     @property
@@ -105,7 +107,12 @@ class ModelForward:
     def new_cache(self, batch_size: int, capacity: int, kind: str = "ragged", page_size: int = 16) -> RowCache:
         """An empty cache of `capacity` tokens a row, which grows as needed; kind: one of `CACHES`."""
         if kind == "paged":
-            return PagedCache(self.config, batch_size, capacity=capacity, page_size=page_size, device=self.device)
+            return PagedCache(
+                self.config, batch_size, capacity=capacity, page_size=page_size, device=self.device,
+                gathers=not self._reads_pages,
+            )  # fmt: skip
+        if self._reads_pages:
+            raise ValueError(f'attention implementation "{paged_attention.NAME}" needs cache="paged", got {kind!r}')
         return RaggedCache(self.config, batch_size, capacity=capacity, device=self.device)
 
     def refresh(self) -> None:
@@ -123,7 +130,11 @@ class ModelForward:
         cache.reserve(counts, tokens.shape[1])
         rows = wanted_rows(counts, tokens.shape[1], last_only, tokens.device)
         index, positions = row_positions(cache, counts, tokens.shape[1], tokens.device)
-        mask = self._mask(cache, index)
+        pages = None
+        if self._reads_pages and isinstance(cache, PagedCache):
+            pages, mask = cache.forward_of(counts, tokens.shape[1]), None
+        else:
+            mask = self._mask(cache, index)
         captured: list[Tensor] = []
         caller = threading.get_ident()
 
@@ -137,7 +148,7 @@ class ModelForward:
             return (hidden[None], *args[1:])
 
         # Gathering before the LM head spares the logits of padding, and keeps whatever the model does after the head.
-        with model_lock(self.model):
+        with model_lock(self.model), paged_attention.serving(pages):
             hook = self._head.register_forward_pre_hook(gather) if self._head is not None else None
             try:
                 logits = self.model(

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..paged_kv_cache import PagedKVCache
 from .cache import RowCache
+from .paged_attention import PagedForward
 
 
 class _PagedLayer(CacheLayerMixin):
@@ -33,6 +34,8 @@ class _PagedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         owner = self.owner
         owner.pages.write(self.index, key_states.transpose(1, 2), value_states.transpose(1, 2), owner.slots)
+        if not owner.gathers:
+            return owner.pages.layers[self.index]
         if owner.max_length == 0:
             return key_states, value_states  # all there is
         keys, values = owner.pages.read(self.index, owner.blocks)
@@ -51,19 +54,21 @@ class _PagedLayer(CacheLayerMixin):
 
 class PagedCache(RowCache):
     """`RowCache` over a `PagedKVCache`: a row holds the pages that its tokens need and no more, rejected tokens give theirs back
-    on the device. Attention reads a gathered copy of them.
+    on the device. Attention reads a gathered copy of them, or the pages themselves.
 
     Args:
         config, batch_size, device: as in `RowCache`.
         capacity: tokens per row to allocate at first; grows as needed.
         page_size: tokens of a page.
+        gathers: False where the attention reads the pages itself (`paged_attention`).
 
     `pages` is the `PagedKVCache`; its lengths run ahead of `lengths` by what `reserve` made room for.
     """
 
     def __init__(
-        self, config, batch_size: int, *, capacity: int = 256, page_size: int = 16, device: torch.device | str = "cpu"
-    ):
+        self, config, batch_size: int, *, capacity: int = 256, page_size: int = 16, device: torch.device | str = "cpu",
+        gathers: bool = True,
+    ):  # fmt: skip
         super().__init__(config, batch_size, device=device)
         capacity = max(int(capacity), 1)
         self.pages = PagedKVCache(
@@ -71,6 +76,7 @@ class PagedCache(RowCache):
             device=device,
         )  # fmt: skip
         self._reserved = [0] * batch_size
+        self.gathers = gathers
         self.slots: Any = None
         self.blocks: Any = None
 
@@ -90,6 +96,10 @@ class PagedCache(RowCache):
         self.slots = pages.append(list(counts), max_new=width).slots
         self.blocks = pages.blocks(-(-(self.max_length + width) // size))
         self._reserved = list(counts)
+
+    def forward_of(self, counts: list[int], width: int) -> PagedForward:
+        """The forward that was reserved, for attention that reads the pages itself."""
+        return PagedForward(counts, width, self.lengths, self.pages.block_table, self.pages.page_size)
 
     def _give_back(self, counts: Sequence[int]) -> None:
         if any(counts):
