@@ -30,6 +30,8 @@ CPU_SOURCES = [
     "kv_append_slots",
     "kv_rollback",
     "kv_compact",
+    "kv_copy_pages",
+    "kv_scrub",
     "library",
     "nucleus",
     "sample",

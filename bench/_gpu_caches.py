@@ -8,7 +8,7 @@ import torch
 
 import python_ref
 import specdec_kernels as sk
-from tests.cache_cases import DTYPES, LAYOUTS, assert_bits, cache_case, written
+from tests.cache_cases import DTYPES, LAYOUTS, assert_bits, cache_case, page_case, written
 from tests.kv_states import State, assert_append_as_oracle, assert_rollback_as_oracle, damage, make_state
 
 from .bench_kv_compact import compact_case
@@ -62,6 +62,53 @@ def cache_moves(device: torch.device, backend: str, quick: bool) -> dict:
             )
             assert_bits([t.cpu() for t in (*caches, *held)], want, "replay")
     return {"moves": moved}
+
+
+def cache_pages(device: torch.device, backend: str, quick: bool) -> dict:
+    """`kv_copy_pages`, then `kv_rollback(scrub=)`, on paged layouts, bit by bit: called, and replayed from a graph."""
+    changed, rejected = 0, torch.tensor([20, 3, 47, 0], dtype=torch.int32)
+    layouts = ["nhd", "fused_hnd", "between"] if quick else [name for name, made in LAYOUTS.items() if made.paged]
+    for i, layout in enumerate(layouts):
+        state = make_state([33, 20, 47, 16], 16, 4, spare=4, share=0.3, seed=i)
+        P = state.free_pages.shape[0]
+        case = page_case(layout, P, D=24 if quick else 128, dtype=DTYPES[i % len(DTYPES)], seed=i)
+        src, dst = torch.tensor([0, -1, 1, 0]), torch.tensor([P - 1, 2, P - 2, -1])
+        lists, before = state.lists(), state.num_free.tolist()
+        python_ref.kv_rollback(num_rejected=rejected.tolist(), **lists)
+        del lists["page_size"]
+        values = python_ref.kv_copy_pages(case.views(case.buffers), src, dst)
+        values = python_ref.kv_scrub(values, before=before, num_rejected=rejected.tolist(), **lists)
+        want = written(case.buffers, case.views, values)
+
+        buffers, held = (
+            [t.to(device) for t in case.copies()],
+            {k: t.to(device) for k, t in state.copy().tensors().items()},
+        )
+        caches, pages, rejects = case.views(buffers), (src.to(device), dst.to(device)), rejected.to(device)
+
+        def step(caches=caches, pages=pages, rejects=rejects, held=held):
+            sk.kv_copy_pages(caches, *pages, backend=backend)
+            sk.kv_rollback(**held, num_rejected=rejects, page_size=16, scrub=caches, backend=backend)
+
+        step()  # the tables of addresses are made outside of the graph
+        again = step
+        assert_bits([t.cpu() for t in buffers], want, layout)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            again = graph.replay
+        for into, value in zip((*buffers, *held.values()), (*case.buffers, *state.tensors().values()), strict=True):
+            into.copy_(value)
+        again()
+        assert_bits([t.cpu() for t in buffers], want, f"{layout}, replay")
+        assert held["free_pages"].tolist() == lists["free_pages"]
+        changed += sum(
+            int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(case.buffers, want, strict=True)
+        )
+    assert changed > 0
+    return {"bytes": changed}
 
 
 def on(state: State, device: torch.device) -> State:

@@ -29,7 +29,7 @@ from tests.cases import (
 from tests.tree_cases import RULES as TREE_RULES
 from tests.tree_cases import make_tree_call
 
-from ._gpu_caches import bookkeeping, cache_moves
+from ._gpu_caches import bookkeeping, cache_moves, cache_pages
 from ._gpu_skipped import Skipped
 
 
@@ -313,5 +313,5 @@ def tree_graph(device: torch.device, backend: str, quick: bool) -> dict:
 
 
 CHECKS: tuple[Callable, ...] = (
-    parity, large_rows, row_ops, trees, cache_moves, bookkeeping, splits, nan_and_ties, graphs, tree_graph, compiled, past_two_to_the_31,
+    parity, large_rows, row_ops, trees, cache_moves, cache_pages, bookkeeping, splits, nan_and_ties, graphs, tree_graph, compiled, past_two_to_the_31,
 )  # fmt: skip

@@ -11,7 +11,9 @@ from .build_tree import DraftTree, build_tree
 from .filter_probs import filter_probs
 from .kv_append_slots import AppendOutput, kv_append_slots
 from .kv_compact import kv_compact
+from .kv_copy_pages import kv_copy_pages
 from .kv_rollback import kv_rollback
+from .kv_scrub import kv_scrub
 from .nucleus import Nucleus, NucleusResult, nucleus, row_nucleus, row_probs
 from .params import SamplingParams
 from .rng import coin, philox4x32, race_noise, uniform
@@ -40,7 +42,9 @@ __all__ = [
     "filter_probs",
     "kv_append_slots",
     "kv_compact",
+    "kv_copy_pages",
     "kv_rollback",
+    "kv_scrub",
     "lossy",
     "nucleus",
     "philox4x32",

@@ -10,6 +10,7 @@ from .draft_vocab import target_to_draft_from_d2t
 from .filter_probs import filter_probs
 from .kv_append_slots import AppendOutput, kv_append_slots
 from .kv_compact import kv_compact
+from .kv_copy_pages import kv_copy_pages
 from .kv_rollback import kv_rollback
 from .nucleus import Nucleus, nucleus
 from .paged_kv_cache import PagedKVCache
@@ -49,6 +50,7 @@ __all__ = [
     "info",
     "kv_append_slots",
     "kv_compact",
+    "kv_copy_pages",
     "kv_rollback",
     "lossy",
     "nucleus",

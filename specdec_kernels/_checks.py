@@ -1,5 +1,6 @@
 """Argument checks shared by the public functions: one sentence naming the argument, what it must be and what it got."""
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -106,6 +107,16 @@ def tensors(op: str, name: str, value, device: torch.device) -> None:
             fail(op, f"{name}[{i}]", f"a tensor on {device} with elements of 1, 2 or 4 bytes", t)
 
 
+def cache(op: str, name: str, value: Tensor, also: str = "") -> None:
+    """A cache whose pages (or rows) are its first dimension and tokens its second, no two elements at one place."""
+    if value.dim() not in (3, 4):
+        fail(op, name, f"[pages, page_size, H, D] or [pages, page_size, D]{also}", value)
+    if not dense(value, value.dim() - 1):
+        fail(op, name, "contiguous in its last dimension", f"strides {list(value.stride())}")
+    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        fail(op, name, "of elements that do not share memory", f"strides {list(value.stride())}")
+
+
 def dense(t: Tensor, first: int) -> bool:
     """Whether dimensions `first` and up lie contiguously."""
     expected = 1
@@ -116,7 +127,7 @@ def dense(t: Tensor, first: int) -> bool:
     return True
 
 
-def alike(*lists: list[Tensor]) -> list[list[int]]:
+def alike(*lists: Sequence[Tensor]) -> list[list[int]]:
     """Indices of the lists by layout: of one group, the i-th tensors agree in element size, shape and strides, list by list."""
     groups: list[tuple[list, list[int]]] = []
     for i, row in enumerate(zip(*lists, strict=True)):

@@ -58,6 +58,12 @@ SCHEMAS = {
         "Tensor(d!)? ref_counts, int page_size, "
         "Tensor(e!) slots, Tensor(f!) copy_src, Tensor(g!) copy_dst, Tensor(h!) status) -> ()"
     ),
+    "kv_scrub": (
+        # Without seq_lens, num_rejected and block_table the pages that went back to the free list alone.
+        "(Tensor(a!)[] caches, Tensor free_pages, Tensor before, Tensor num_free, Tensor? seq_lens, Tensor? num_rejected, "
+        "Tensor? block_table, Tensor? ref_counts) -> ()"
+    ),
+    "kv_copy_pages": "(Tensor(a!)[] caches, Tensor src, Tensor dst) -> ()",
     "kv_compact": ("(Tensor(a!)[] caches, Tensor path, Tensor seq_lens, Tensor? block_table, Tensor? slots) -> ()"),
     "state_select": (
         # Without `out` the states are moved in place.

@@ -43,7 +43,7 @@ def kv_append_slots(
     A block that has no page yet gets one from the top of the free list, blocks ascending; one that was reserved is used. A
     page that others hold too (`ref_counts` above 1 when the request's turn comes) is not written: the block gets a page of its
     own and the other's count drops by one. Where that is the request's partly filled last block, `copy_src` and `copy_dst` say
-    which page has to be copied before the tokens are written. The count of a page from the free list becomes 1.
+    which page `kv_copy_pages` has to copy before the tokens are written. The count of a page from the free list becomes 1.
 
     Requests are served one after another, ascending. Each gets all that it asks for or nothing: one that does not fit keeps its
     length, table and counts, and takes no page from a later one that does fit.

@@ -80,7 +80,7 @@ def kv_compact(
     _checks.tensors(op, "caches", caches, device)
     groups = _checks.alike(caches)
     for i in (members[0] for members in groups):
-        _check_layout(op, f"caches[{i}]", caches[i])
+        _checks.cache(op, f"caches[{i}]", caches[i], " (contiguous: B rows of T tokens)")
         page = caches[0].shape[1] if page_size is None else page_size
         if block_table is not None and caches[i].shape[1] != page:
             _checks.fail(op, f"caches[{i}]", f"of page_size={page} tokens a page in dimension 1", caches[i])
@@ -92,14 +92,3 @@ def kv_compact(
     for members in groups:
         if caches[members[0]].numel():
             run([caches[i] for i in members], path, seq_lens, block_table, slots)
-
-
-def _check_layout(op: str, name: str, cache: Tensor) -> None:
-    if cache.dim() not in (3, 4):
-        _checks.fail(
-            op, name, "[pages, page_size, H, D] or [pages, page_size, D] (contiguous: B rows of T tokens)", cache
-        )
-    if not _checks.dense(cache, cache.dim() - 1):
-        _checks.fail(op, name, "contiguous in its last dimension", f"strides {list(cache.stride())}")
-    if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
-        _checks.fail(op, name, "of elements that do not share memory", f"strides {list(cache.stride())}")

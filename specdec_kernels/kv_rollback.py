@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from . import _backends, _checks, _paged_cache
+from .kv_scrub import check_scrub, kv_scrub
 
 
 def kv_rollback(
@@ -17,6 +20,7 @@ def kv_rollback(
     page_size: int,
     *,
     ref_counts: Tensor | None = None,
+    scrub: Sequence[Tensor] | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -43,6 +47,11 @@ def kv_rollback(
         page_size: tokens of a page, 1..2^31 - 1.
         ref_counts: int32 [P], entries of block tables that hold each page (a prefix cache's own hold counts as one); updated.
             None: each page has one holder.
+        scrub: caches in which all that is let go of becomes zero, so that its next holder cannot read it: every page that this
+            call pushes, and for a request with something rejected whose new length ends within a page, the rest of that page.
+            What is left of a page that others hold too (`ref_counts` above 1 afterwards) stays, as they may read it; so does a
+            page that was not pushed. A list or tuple as `kv_compact` takes it, page_size tokens a page, at least P pages;
+            it costs one more launch for each layout among them. None: caches are not touched.
         out: int32 [B] to write the status into.
 
     Returns:
@@ -54,7 +63,8 @@ def kv_rollback(
         ValueError: an argument of the wrong shape, dtype, device or range; nothing is written then.
         BackendUnavailable: `backend` names one that cannot run here.
 
-    Nothing waits for the device and the work does not depend on P, so a CUDA graph can hold it.
+    Nothing waits for the device and the work does not depend on P, so a CUDA graph can hold it (with `scrub` on Triton, once
+    the same caches have been through a call outside of it).
 
     Four drafts were verified and one accepted: three tokens of nine leave, and the page that held only the last of them:
 
@@ -69,11 +79,18 @@ def kv_rollback(
     op = "kv_rollback"
     B, device = _paged_cache.check(op, seq_lens, block_table, free_pages, num_free, ref_counts, page_size)
     _checks.vector(op, "num_rejected", num_rejected, _paged_cache.I32, B, "B", device)
+    if scrub is not None:
+        check_scrub(op, scrub, free_pages.shape[0], page_size, device)
     if out is None:
         out = torch.empty(B, dtype=torch.int32, device=device)
     else:
         _checks.output(op, "out", out, torch.int32, (B,), device)
     if B:
-        run = _backends.op(op, _backends.resolve(op, backend, device))
-        run(seq_lens, num_rejected, block_table, free_pages, num_free, ref_counts, page_size, out)
+        backend = _backends.resolve(op, backend, device)
+        before = num_free.clone() if scrub else num_free
+        _backends.op(op, backend)(seq_lens, num_rejected, block_table, free_pages, num_free, ref_counts, page_size, out)
+        if scrub:
+            kv_scrub(
+                scrub, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts, backend=backend
+            )
     return out

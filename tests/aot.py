@@ -105,6 +105,8 @@ EVERYWHERE = (
     "kv_rollback counts",
     "kv_append_slots counts",
     "kv_compact",
+    "kv_copy_pages",
+    "kv_scrub counts",
     "state_select",
 )
 """Variants compiled for each architecture; the others for sm_90 alone, as compiling takes a second or two each."""
@@ -114,6 +116,7 @@ TABLE = Path(__file__).with_name("triton_usage.json")
 def _calls() -> dict:
     """The variants of each kernel that matter, as calls of the ops: their last two launches are the kernels."""
     import specdec_kernels as sk
+    from specdec_kernels.kv_scrub import kv_scrub
 
     B, K, V = 4, 3, 128_256
     params = sk.SamplingTensors.create(0.8, 0.9, seed=list(range(B)))
@@ -156,12 +159,23 @@ def _calls() -> dict:
         refs = i32(64) if counts else None
         op(i32(B), i32(B), i32(B, 8), i32(64), i32(1), page_size, ref_counts=refs, backend="triton", **options)
 
-    def compacted(H, D, dtype, K=8, hnd=False, paged=True):
+    def layers(H, D, dtype, hnd=False):
         shape = (2 * B, H, 16, D) if hnd else (2 * B, 16, H, D)
-        caches = [t.transpose(1, 2) if hnd else t for t in (torch.zeros(shape, dtype=dtype) for _ in range(4))]
+        return [t.transpose(1, 2) if hnd else t for t in (torch.zeros(shape, dtype=dtype) for _ in range(4))]
+
+    def compacted(H, D, dtype, K=8, hnd=False, paged=True):
+        caches = layers(H, D, dtype, hnd)
         table = torch.zeros(B, 2, dtype=torch.int32) if paged else None
         path, lengths = torch.zeros(B, K, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
         sk.kv_compact(caches, path, lengths, block_table=table, backend="triton")
+
+    def copied(caches, dtype=torch.int32):
+        sk.kv_copy_pages(caches, torch.zeros(B, dtype=dtype), torch.zeros(B, dtype=dtype), backend="triton")
+
+    def scrubbed(caches, counts=True, tails=True):
+        i32 = functools.partial(torch.zeros, dtype=torch.int32)
+        held = (i32(B), i32(B), i32(B, 8), i32(2 * B) if counts else None) if tails else ()
+        kv_scrub(caches, i32(2 * B), i32(1), i32(1), *held, backend="triton")
 
     def selected(**options):
         states, accepted = [torch.zeros(B, K, 32, 64, 64) for _ in range(4)], torch.zeros(B, dtype=torch.int32)
@@ -215,6 +229,16 @@ def _calls() -> dict:
         "kv_compact HND": call(compacted, 8, 128, bf16, hnd=True),
         "kv_compact latents K=128": call(compacted, 1, 576, bf16, K=128),
         "kv_compact contiguous, odd heads": call(compacted, 3, 7, torch.int8, hnd=True, paged=False),
+        "kv_copy_pages": call(copied, layers(8, 128, bf16)),
+        "kv_copy_pages tokens outside, int64": call(
+            copied, [t.transpose(0, 1) for t in layers(8, 128, bf16)], torch.int64
+        ),
+        "kv_copy_pages odd heads": call(copied, [t[..., 1:] for t in layers(3, 8, torch.int8)]),
+        "kv_scrub pages": call(scrubbed, layers(8, 128, bf16), tails=False),
+        "kv_scrub": call(scrubbed, layers(8, 128, bf16), counts=False),
+        "kv_scrub counts": call(scrubbed, layers(8, 128, bf16)),
+        "kv_scrub HND": call(scrubbed, layers(8, 128, bf16, hnd=True)),
+        "kv_scrub odd heads": call(scrubbed, [t[..., 1:] for t in layers(3, 8, torch.int8)]),
         "state_select": selected,
         "state_select out": call(selected, out=[torch.zeros(B, 32, 64, 64)] * 4, indices=position),
     }

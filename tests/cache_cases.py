@@ -84,6 +84,24 @@ def cache_case(
     return CacheCase(buffers, views, make_paths(B, K, nodes, g), seq_lens, options)
 
 
+class PageCase(NamedTuple):
+    buffers: list[Tensor]
+    views: Callable[[list[Tensor]], list[Tensor]]
+
+    def copies(self) -> list[Tensor]:
+        return [t.clone() for t in self.buffers]
+
+
+def page_case(layout: str, pages: int, page_size=16, H=4, D=24, dtype=torch.bfloat16, layers=2, seed=0) -> PageCase:
+    """Paged caches between pages that are not theirs; the layouts that hold two in one buffer give the first one alone under an
+    odd seed, so that the other is a guard."""
+    g = generator("pages", layout, dtype, pages, page_size, H, D, seed)
+    made = LAYOUTS[layout]
+    buffers = [random_bits(made.shape(pages + 3, page_size, H, D), dtype, g) for _ in range(layers)]
+    few = slice(1 if seed % 2 else None)
+    return PageCase(buffers, lambda buffers: [view[1:-2] for t in buffers for view in made.views(t)[few]])
+
+
 def written(buffers: list[Tensor], views: Callable[[list[Tensor]], list[Tensor]], values: list[Tensor]) -> list[Tensor]:
     """Copies of `buffers` whose views hold `values`."""
     copies = [t.clone() for t in buffers]

@@ -54,6 +54,14 @@ def op_arguments(name: str, full: bool) -> tuple:
         given = (state.free_pages, state.num_free, opt(state.ref_counts), 4)
         outputs = (i32(N),) if name == "kv_rollback" else (torch.full((N, 6), 12345), i32(N), i32(N), i32(N))
         return (state.seq_lens, torch.tensor([3, 0, 6], dtype=torch.int32), state.block_table, *given, *outputs)
+    if name == "kv_scrub":
+        state = make_state([5, 0, 9], 4, 4, share=0.5)
+        held = (state.seq_lens, torch.tensor([3, 0, 6], dtype=torch.int32), state.block_table, state.ref_counts)
+        pages = (state.free_pages, state.num_free - 3, state.num_free)
+        return ([torch.rand(state.free_pages.shape[0], 4, 2, 4) for _ in range(2)], *pages, *map(opt, held))
+    if name == "kv_copy_pages":
+        pages = torch.tensor([2, -1, 0]), torch.tensor([1, 2, 9])
+        return ([torch.rand(N, 9, 2, 4) for _ in range(2)], *(t if full else t.int() for t in pages))
     if name == "kv_compact":
         caches = [torch.rand(N, 9, 2, 4) for _ in range(2)]
         table = opt(torch.arange(N, dtype=torch.int32).view(N, 1))

@@ -29,6 +29,7 @@ def test_at_most_two_launches():
     lossy = make_tree_call(vocab=300, rule="typical", filters=SOME)
     caches, other = [torch.zeros(3, 20, 2, 8) for _ in range(12)], torch.zeros(3, 20, 8)
     path, lengths = torch.tensor([[1, 3]] * 3, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    pages = torch.tensor([0, -1, 9])
     rows, params, drafts = call.target[:3], call.params, torch.zeros(3, 40, dtype=torch.int64)
     for run, kernels in (
         (lambda: sk.nucleus(rows, params, backend="triton"), ["nucleus_kernel"]),
@@ -46,6 +47,11 @@ def test_at_most_two_launches():
         (lambda: sk.build_tree(torch.zeros(3, 40), *[drafts] * 2, 9, backend="triton"), ["build_tree_kernel"]),
         (lambda: make_state([9, 3], 4, 5).rollback([6, 2], "triton"), ["kv_rollback_kernel"]),
         (lambda: make_state([9, 3], 4, 5).append([6, 2], 6, "triton"), ["kv_append_slots_kernel"]),
+        (
+            lambda: make_state([9, 3], 4, 5).rollback([6, 2], "triton", scrub=[torch.zeros(14, 4, 8)] * 2),
+            ["kv_rollback_kernel", "kv_scrub_kernel"],
+        ),
+        (lambda: sk.kv_copy_pages(caches, pages, pages + 1, backend="triton"), ["kv_copy_pages_kernel"]),
         (lambda: sk.kv_compact(caches, path, lengths, backend="triton"), ["kv_compact_kernel"]),
         (lambda: sk.kv_compact([*caches, other, other], path, lengths, backend="triton"), ["kv_compact_kernel"] * 2),
         (lambda: sk.state_select(caches, lengths, backend="triton"), ["state_select_kernel"]),

@@ -56,7 +56,7 @@ def maxima_of(vocab: int) -> int:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -82,7 +82,7 @@ def race_share_of(vocab: int) -> int:
 
 
 def _splits(per_processor: int, rows: int, vocab: int, device: torch.device) -> int:
-    wanted = -(-per_processor * _processors(device) // max(rows, 1))
+    wanted = -(-per_processor * processors(device) // max(rows, 1))
     return min(power_of_2(wanted), most_splits(vocab))
 
 
