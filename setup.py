@@ -28,6 +28,7 @@ CPU_SOURCES = [
     "isa_avx512",
     "isa_baseline",
     "kv_append_slots",
+    "kv_evict",
     "kv_rollback",
     "kv_compact",
     "kv_copy_pages",

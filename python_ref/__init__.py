@@ -12,6 +12,7 @@ from .filter_probs import filter_probs
 from .kv_append_slots import AppendOutput, kv_append_slots
 from .kv_compact import kv_compact
 from .kv_copy_pages import kv_copy_pages
+from .kv_evict import kv_evict
 from .kv_rollback import kv_rollback
 from .kv_scrub import kv_scrub
 from .nucleus import Nucleus, NucleusResult, nucleus, row_nucleus, row_probs
@@ -43,6 +44,7 @@ __all__ = [
     "kv_append_slots",
     "kv_compact",
     "kv_copy_pages",
+    "kv_evict",
     "kv_rollback",
     "kv_scrub",
     "lossy",

@@ -4,7 +4,7 @@ Releases happen one after another: requests ascending, within a request from its
 give them back first to last.
 """
 
-from .paged_cache import BAD_PAGE, BAD_REF_COUNT, FREE_LIST_FULL, blocks
+from .paged_cache import BAD_PAGE, EVICTED, blocks, release
 
 
 def kv_rollback(
@@ -15,37 +15,44 @@ def kv_rollback(
     num_free: list[int],
     page_size: int,
     ref_counts: list[int] | None = None,
+    window: int | None = None,
+    sinks: int = 0,
 ) -> list[int]:
     """Arguments as `specdec_kernels.kv_rollback`, as lists and changed in place; returns the status of each request."""
     num_free[0] = min(max(num_free[0], 0), len(free_pages))
     status = [0] * len(seq_lens)
     for b, seq_len in enumerate(seq_lens):
+        row = block_table[b]
         old = max(seq_len, 0)
         rejected = min(max(num_rejected[b], 0), old)
         if rejected == 0:
             continue
-        seq_lens[b] = old - rejected
-        for block in reversed(range(blocks(old - rejected, page_size), blocks(old, page_size))):
-            if block >= len(block_table[b]):
+        new = old - rejected
+        if window is not None and _reaches_evicted(row, new, page_size, len(free_pages), window, sinks):
+            status[b] = EVICTED
+            continue
+        seq_lens[b] = new
+        for block in reversed(range(blocks(new, page_size), blocks(old, page_size))):
+            if block >= len(row):
                 status[b] |= BAD_PAGE
                 continue
-            status[b] |= _release(block_table[b][block], free_pages, num_free, ref_counts)
-            block_table[b][block] = -1
+            if window is None or row[block] != -1:
+                status[b] |= release(row[block], free_pages, num_free, ref_counts)
+            row[block] = -1
     return status
 
 
-def _release(page: int, free_pages: list[int], num_free: list[int], ref_counts: list[int] | None) -> int:
-    """One holder lets `page` go; returns status bits."""
-    if not 0 <= page < len(free_pages):
-        return BAD_PAGE
-    if ref_counts is not None:
-        if ref_counts[page] < 1:
-            return BAD_REF_COUNT
-        ref_counts[page] -= 1
-        if ref_counts[page] > 0:
-            return 0
-    if num_free[0] == len(free_pages):
-        return FREE_LIST_FULL
-    free_pages[num_free[0]] = page
-    num_free[0] += 1
-    return 0
+def _reaches_evicted(row: list[int], new: int, page_size: int, pages: int, window: int, sinks: int) -> bool:
+    """Whether a request of `new` tokens needs a block that is gone: one that its next token reads, which is at position `new`
+    and reads from new - window + 1 on, or the partly filled one that the token is written to.
+
+    One entry tells. Blocks below s = ceil(sinks / page_size) are never evicted, and `kv_evict` leaves no gap: what is gone is
+    s .. e - 1 for some e. The blocks needed, sinks apart, are the `reached`-th below and those behind it (with a window of 1 it
+    is the partly filled one, if any; the bound by s skips blocks that the sinks keep, the sinks' own last one included). So
+    something needed is gone exactly if reached < e. Nothing is needed where `reached` is past the last block: n = 0, sinks that
+    cover the text, a window of 1 at a page's end. An entry that is no page, or past the table's columns, cannot be read either.
+    """
+    reached = max(max(new - window + 1, 0) // page_size, blocks(sinks, page_size))
+    if reached >= blocks(new, page_size):
+        return False
+    return reached >= len(row) or not 0 <= row[reached] < pages

@@ -1,4 +1,4 @@
-"""Checks of what `kv_rollback` and `kv_append_slots` take alike."""
+"""Checks of what the ops over a paged cache's bookkeeping take alike."""
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ def check(op: str, seq_lens, block_table, free_pages, num_free, ref_counts, page
     return B, device
 
 
-def whole_number(op: str, name: str, value, end: int) -> None:
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or not 1 <= value < end:
-        _checks.fail(op, name, f"an int in 1..{end - 1}", value)
+def check_window(op: str, window, sinks) -> None:
+    if window is not None:
+        whole_number(op, "window", window, 2**31)
+    whole_number(op, "sinks", sinks, 2**31, start=0)
+    if window is None and sinks != 0:
+        _checks.fail(op, "sinks", "0 without a window", sinks)
+
+
+def whole_number(op: str, name: str, value, end: int, start: int = 1) -> None:
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or not start <= value < end:
+        _checks.fail(op, name, f"an int in {start}..{end - 1}", value)

@@ -51,7 +51,12 @@ SCHEMAS = {
     ),
     "kv_rollback": (
         "(Tensor(a!) seq_lens, Tensor num_rejected, Tensor(b!) block_table, Tensor(c!) free_pages, Tensor(d!) num_free, "
-        "Tensor(e!)? ref_counts, int page_size, Tensor(f!) status) -> ()"
+        # window: 0 is none.
+        "Tensor(e!)? ref_counts, int page_size, int window, int sinks, Tensor(f!) status) -> ()"
+    ),
+    "kv_evict": (
+        "(Tensor seq_lens, int keep_last, Tensor(a!) block_table, Tensor(b!) free_pages, Tensor(c!) num_free, "
+        "Tensor(d!)? ref_counts, int page_size, int sinks, Tensor(e!) status) -> ()"
     ),
     "kv_append_slots": (
         "(Tensor(a!) seq_lens, Tensor num_new, Tensor(b!) block_table, Tensor free_pages, Tensor(c!) num_free, "

@@ -20,6 +20,8 @@ def kv_rollback(
     page_size: int,
     *,
     ref_counts: Tensor | None = None,
+    window: int | None = None,
+    sinks: int = 0,
     scrub: Sequence[Tensor] | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -37,6 +39,14 @@ def kv_rollback(
     the next pops give them back first to last, and a page that several requests of the batch release is pushed at the
     place of the last of them.
 
+    For layers with a sliding window give `window` and `sinks`, the same as everywhere else: their older blocks may have been
+    evicted (`kv_evict`; entries of -1). A request that the rollback would leave in need of what is gone, the blocks of positions
+    new - window + 1 .. new - 1 or the partly filled one, is not rolled back: its length, table and pages stay and its status is
+    EVICTED. Evicted blocks among those to release are passed over. Without a window nothing of this is looked at.
+
+    A hybrid model has a table for each kind of layer, and a call for each. Roll the sliding kind back first, and give the others
+    what it did: `num_rejected.masked_fill((status & CacheStatus.EVICTED) != 0, 0)`, which needs no sync.
+
     Args:
         seq_lens: int32 [B], tokens of each request in the cache, the rejected ones included; updated. Below 0 counts as 0.
         num_rejected: int32 [B], clamped to 0..seq_lens.
@@ -47,6 +57,10 @@ def kv_rollback(
         page_size: tokens of a page, 1..2^31 - 1.
         ref_counts: int32 [P], entries of block tables that hold each page (a prefix cache's own hold counts as one); updated.
             None: each page has one holder.
+        window: positions that a token's attention reads, its own included, as transformers and vLLM count: the token at n reads
+            n - window + 1 .. n; 1..2^31 - 1. None: all of them.
+        sinks: first tokens that every position reads as well and whose blocks `kv_evict` was told to keep, 0..2^31 - 1; 0 without
+            a window.
         scrub: caches in which all that is let go of becomes zero, so that its next holder cannot read it: every page that this
             call pushes, and for a request with something rejected whose new length ends within a page, the rest of that page.
             What is left of a page that others hold too (`ref_counts` above 1 afterwards) stays, as they may read it; so does a
@@ -57,7 +71,7 @@ def kv_rollback(
     Returns:
         int32 [B], bits of `CacheStatus`. BAD_PAGE: a block to release has no page of the cache, so nothing is released there.
         BAD_REF_COUNT: the page's count is below 1; it stays so and nothing is pushed. FREE_LIST_FULL: P pages are on the list
-        already; the page is not pushed. The rest of the call is as if those releases had not been asked for.
+        already; the page is not pushed. EVICTED: see above. The rest of the call is as if those releases had not been asked for.
 
     Raises:
         ValueError: an argument of the wrong shape, dtype, device or range; nothing is written then.
@@ -75,10 +89,19 @@ def kv_rollback(
     tensor([0], dtype=torch.int32)
     >>> seq_lens.tolist(), table.tolist(), free_pages[:num_free].tolist()
     ([6], [[5, 2, -1, -1]], [3, 7])
+
+    With a window of 4 the first block was evicted at nine tokens; at seven the next token reads 4, 5 and 6, at six it reads 3:
+
+    >>> seq_lens, table = i32(9, 9), i32([-1, 2, 7, -1], [-1, 4, 0, -1])
+    >>> sk.kv_rollback(seq_lens, i32(2, 3), table, free_pages, num_free, 4, window=4)
+    tensor([ 0, 32], dtype=torch.int32)
+    >>> seq_lens.tolist(), table.tolist()
+    ([7, 9], [[-1, 2, -1, -1], [-1, 4, 0, -1]])
     """
     op = "kv_rollback"
     B, device = _paged_cache.check(op, seq_lens, block_table, free_pages, num_free, ref_counts, page_size)
     _checks.vector(op, "num_rejected", num_rejected, _paged_cache.I32, B, "B", device)
+    _paged_cache.check_window(op, window, sinks)
     if scrub is not None:
         check_scrub(op, scrub, free_pages.shape[0], page_size, device)
     if out is None:
@@ -88,7 +111,9 @@ def kv_rollback(
     if B:
         backend = _backends.resolve(op, backend, device)
         before = num_free.clone() if scrub else num_free
-        _backends.op(op, backend)(seq_lens, num_rejected, block_table, free_pages, num_free, ref_counts, page_size, out)
+        _backends.op(op, backend)(
+            seq_lens, num_rejected, block_table, free_pages, num_free, ref_counts, page_size, window or 0, sinks, out
+        )
         if scrub:
             kv_scrub(
                 scrub, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts, backend=backend

@@ -41,3 +41,6 @@ class CacheStatus(enum.IntFlag):
     """The free list has fewer pages than the request needs: it got none."""
     TABLE_FULL = 16
     """The request would need more blocks than its table has columns, or be longer than 2^31 - 1: it got none."""
+    EVICTED = 32
+    """The window at the new length reaches entries that were evicted: nothing was rolled back. Free the request and compute its
+    tokens again."""

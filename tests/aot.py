@@ -104,6 +104,7 @@ EVERYWHERE = (
     "build_tree",
     "kv_rollback counts",
     "kv_append_slots counts",
+    "kv_evict counts",
     "kv_compact",
     "kv_copy_pages",
     "kv_scrub counts",
@@ -158,6 +159,11 @@ def _calls() -> dict:
         i32 = functools.partial(torch.zeros, dtype=torch.int32)
         refs = i32(64) if counts else None
         op(i32(B), i32(B), i32(B, 8), i32(64), i32(1), page_size, ref_counts=refs, backend="triton", **options)
+
+    def evicted(counts):
+        i32 = functools.partial(torch.zeros, dtype=torch.int32)
+        refs = i32(64) if counts else None
+        sk.kv_evict(i32(B), 100, i32(B, 8), i32(64), i32(1), 16, sinks=4, ref_counts=refs, backend="triton")
 
     def layers(H, D, dtype, hnd=False):
         shape = (2 * B, H, 16, D) if hnd else (2 * B, 16, H, D)
@@ -222,9 +228,13 @@ def _calls() -> dict:
         "build_tree C=4096": call(built, 4096, 128),
         "kv_rollback": call(cached, sk.kv_rollback, False),
         "kv_rollback counts": call(cached, sk.kv_rollback, True),
+        "kv_rollback window": call(cached, sk.kv_rollback, False, window=100, sinks=4),
+        "kv_rollback counts window": call(cached, sk.kv_rollback, True, window=100, sinks=4),
         "kv_append_slots": call(cached, sk.kv_append_slots, False, max_new=17),
         "kv_append_slots counts": call(cached, sk.kv_append_slots, True, max_new=17),
         "kv_append_slots counts long": call(cached, sk.kv_append_slots, True, page_size=1, max_new=4096),
+        "kv_evict": call(evicted, False),
+        "kv_evict counts": call(evicted, True),
         "kv_compact": call(compacted, 8, 128, bf16),
         "kv_compact HND": call(compacted, 8, 128, bf16, hnd=True),
         "kv_compact latents K=128": call(compacted, 1, 576, bf16, K=128),

@@ -1,4 +1,4 @@
-"""States of a paged cache for the tests of `kv_rollback` and `kv_append_slots`."""
+"""States of a paged cache for the tests of `kv_rollback`, `kv_append_slots` and `kv_evict`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cases import generator
 
 @dataclass
 class State:
-    """What both ops take, as tensors."""
+    """What these ops take, as tensors."""
 
     seq_lens: Tensor
     block_table: Tensor
@@ -60,6 +60,14 @@ class State:
             **args, num_new=ints(num_new), page_size=self.page_size, ref_counts=refs, max_new=max_new, backend=backend,
             **options,
         )  # fmt: skip
+
+    def evict(self, keep_last: int, backend: str, **options) -> list[int]:
+        args = self.tensors()
+        refs = args.pop("ref_counts", None)
+        status = sk.kv_evict(
+            **args, keep_last=keep_last, page_size=self.page_size, ref_counts=refs, backend=backend, **options
+        )
+        return status.tolist()
 
 
 def ints(values) -> Tensor:
@@ -120,8 +128,17 @@ def assert_same_state(state: State, lists: dict, what="") -> None:
 def assert_rollback_as_oracle(state: State, num_rejected, backend: str, what="", **options) -> list[int]:
     """Rolls `state` back on `backend`; everything as the oracle leaves it. Returns the status."""
     lists = state.lists()
-    want = python_ref.kv_rollback(num_rejected=ints(num_rejected).tolist(), **lists)
+    windows = {name: options[name] for name in ("window", "sinks") if name in options}
+    want = python_ref.kv_rollback(num_rejected=ints(num_rejected).tolist(), **lists, **windows)
     assert state.rollback(num_rejected, backend, **options) == want, what
+    assert_same_state(state, lists, what)
+    return want
+
+
+def assert_evict_as_oracle(state: State, keep_last: int, backend: str, what="", sinks=0, **options) -> list[int]:
+    lists = state.lists()
+    want = python_ref.kv_evict(keep_last=keep_last, sinks=sinks, **lists)
+    assert state.evict(keep_last, backend, sinks=sinks, **options) == want, what
     assert_same_state(state, lists, what)
     return want
 

@@ -49,10 +49,13 @@ def op_arguments(name: str, full: bool) -> tuple:
         index = torch.zeros(N, 6, dtype=torch.int32 if full else torch.int64)
         outputs = (i32(N, 4), i32(N, 4), i32(N, 5), i32(N, 4), torch.zeros(N, 5, 5, dtype=torch.bool), i32(N, 5, 1))
         return (torch.randn(N, 6), index + torch.arange(6).to(index), index, *outputs)
-    if name in ("kv_rollback", "kv_append_slots"):
+    if name in ("kv_rollback", "kv_append_slots", "kv_evict"):
         state = make_state([5, 0, 9], 4, 4, share=0.5)
         given = (state.free_pages, state.num_free, opt(state.ref_counts), 4)
-        outputs = (i32(N),) if name == "kv_rollback" else (torch.full((N, 6), 12345), i32(N), i32(N), i32(N))
+        if name == "kv_evict":
+            return (state.seq_lens, 1, state.block_table, *given, 4 if full else 0, i32(N))
+        window = (6, 3) if full else (0, 0)
+        outputs = (*window, i32(N)) if name == "kv_rollback" else (torch.full((N, 6), 12345), i32(N), i32(N), i32(N))
         return (state.seq_lens, torch.tensor([3, 0, 6], dtype=torch.int32), state.block_table, *given, *outputs)
     if name == "kv_scrub":
         state = make_state([5, 0, 9], 4, 4, share=0.5)

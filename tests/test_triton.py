@@ -52,6 +52,7 @@ def test_at_most_two_launches():
             ["kv_rollback_kernel", "kv_scrub_kernel"],
         ),
         (lambda: sk.kv_copy_pages(caches, pages, pages + 1, backend="triton"), ["kv_copy_pages_kernel"]),
+        (lambda: make_state([9, 3], 4, 5).evict(2, "triton"), ["kv_evict_kernel"]),
         (lambda: sk.kv_compact(caches, path, lengths, backend="triton"), ["kv_compact_kernel"]),
         (lambda: sk.kv_compact([*caches, other, other], path, lengths, backend="triton"), ["kv_compact_kernel"] * 2),
         (lambda: sk.state_select(caches, lengths, backend="triton"), ["state_select_kernel"]),

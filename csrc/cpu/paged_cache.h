@@ -1,4 +1,4 @@
-// A paged cache's bookkeeping, as kv_rollback and kv_append_slots take it: block table, free list, reference counts.
+// A paged cache's bookkeeping, as its ops take it: block table, free list, reference counts.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace specdec {
 
 // Bits of specdec_kernels.CacheStatus.
-enum : int32_t { kBadPage = 1, kBadRefCount = 2, kFreeListFull = 4, kOutOfPages = 8, kTableFull = 16 };
+enum : int32_t { kBadPage = 1, kBadRefCount = 2, kFreeListFull = 4, kOutOfPages = 8, kTableFull = 16, kEvicted = 32 };
 
 struct PagedCache {
   int32_t *seq_lens, *block_table, *free_pages, *num_free, *ref_counts;
@@ -21,6 +21,18 @@ struct PagedCache {
   int32_t* row(int64_t b) const { return block_table + b * stride; }
   int64_t length(int64_t b) const { return std::max(seq_lens[b], 0); }
 };
+
+// Lets a holder's hold of `page` go; returns status bits.
+inline int32_t release(PagedCache& c, int64_t page) {
+  if (!c.holds(page)) return kBadPage;
+  if (c.ref_counts) {
+    if (c.ref_counts[page] < 1) return kBadRefCount;
+    if (--c.ref_counts[page] > 0) return 0;
+  }
+  if (c.top == c.pages) return kFreeListFull;
+  c.free_pages[c.top++] = static_cast<int32_t>(page);
+  return 0;
+}
 
 inline PagedCache paged_cache(const char* op, const Tensor& seq_lens, const Tensor& block_table,
                               const Tensor& free_pages, const Tensor& num_free, const MaybeTensor& ref_counts,

@@ -6,6 +6,7 @@ from . import (
     kv_append_slots,
     kv_compact,
     kv_copy_pages,
+    kv_evict,
     kv_rollback,
     kv_scrub,
     nucleus,
