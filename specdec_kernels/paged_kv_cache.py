@@ -12,6 +12,8 @@ from torch import Tensor
 from . import _checks
 from .kv_append_slots import AppendOutput, kv_append_slots
 from .kv_compact import kv_compact
+from .kv_copy_pages import kv_copy_pages
+from .kv_evict import kv_evict
 from .kv_rollback import kv_rollback
 
 _NAME = "PagedKVCache"
@@ -41,6 +43,10 @@ class PagedKVCache:
         num_requests: R.
         max_tokens: most tokens of a request; `block_table` gets M = ceil(max_tokens / page_size) columns.
         device: of all tensors.
+        window: positions that attention reads, the token's own included, where it does not read all: `evict` may then free the
+            older pages.
+        sinks: first tokens of a request that stay all the same; 0 without a window.
+        scrub: zero what is freed or rejected, so that no request finds another's values.
         backend: of the ops, as in `kv_rollback`.
 
     Attributes:
@@ -66,12 +72,19 @@ class PagedKVCache:
         num_requests: int,
         max_tokens: int,
         device: torch.device | str = "cpu",
+        window: int | None = None,
+        sinks: int = 0,
+        scrub: bool = False,
         backend: str = "auto",
     ):
         _whole("num_pages", num_pages, 1)
         _whole("page_size", page_size, 1)
         _whole("num_requests", num_requests, 0)
         _whole("max_tokens", max_tokens, 1)
+        if window is not None:
+            _whole("window", window, 1)
+        _whole("sinks", sinks, 0, 0 if window is None else 2**31 - 1)
+        self.window, self.sinks, self.scrub = window, sinks, scrub
         self.num_pages, self.page_size, self.num_requests = num_pages, page_size, num_requests
         self.device, self.backend = torch.device(device), backend
         self.layers: list[LayerPages] = []
@@ -118,10 +131,7 @@ class PagedKVCache:
             self.seq_lens, self._counts("num_new", num_new), *self._state(), ref_counts=self.ref_counts, max_new=max_new,
             backend=self.backend,
         )  # fmt: skip
-        source, destination = (torch.where(p < 0, self.num_pages, p).long() for p in (placed.copy_src, placed.copy_dst))
-        for layer in self._storage:
-            for t in layer:
-                t.index_copy_(0, destination, t.index_select(0, source))
+        kv_copy_pages(self.caches, placed.copy_src, placed.copy_dst, backend=self.backend)
         return placed
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -154,10 +164,19 @@ class PagedKVCache:
         return keys, values
 
     def rollback(self, num_rejected: Sequence[int] | Tensor) -> Tensor:
-        """Takes the last num_rejected[r] tokens off each request; returns `kv_rollback`'s status."""
+        """Takes the last num_rejected[r] tokens off each request; returns `kv_rollback`'s status. A request whose window would
+        need pages that were evicted is left as it is, with status EVICTED."""
         return kv_rollback(
             self.seq_lens, self._counts("num_rejected", num_rejected), *self._state(), ref_counts=self.ref_counts,
-            backend=self.backend,
+            window=self.window, sinks=self.sinks, scrub=self.caches if self.scrub else None, backend=self.backend,
+        )  # fmt: skip
+
+    def evict(self, keep_last: int) -> Tensor:
+        """Frees the pages that hold neither the last `keep_last` tokens of a request nor its first `sinks`; returns `kv_evict`'s
+        status. The window plus the drafts of a step is what no rollback of a step has to miss."""
+        return kv_evict(
+            self.seq_lens, keep_last, *self._state(), sinks=self.sinks, ref_counts=self.ref_counts,
+            scrub=self.caches if self.scrub else None, backend=self.backend,
         )  # fmt: skip
 
     def compact(self, path: Tensor, seq_lens: Tensor) -> None:
@@ -167,9 +186,9 @@ class PagedKVCache:
             self.caches, path, seq_lens, block_table=self.block_table, page_size=self.page_size, backend=self.backend
         )
 
-    def fork(self, source: int, destination: int, num_tokens: int | None = None) -> None:
+    def fork(self, source: int, destination: int, num_tokens: int | None = None) -> Tensor:
         """Makes request `destination` a copy of `source`, or of its first `num_tokens` tokens, that shares its pages. What
-        `destination` held is freed."""
+        `destination` held is freed. Returns `rollback`'s status for the tokens left out."""
         for name, row in (("source", source), ("destination", destination)):
             _whole(name, row, 0, self.num_requests - 1)
         if num_tokens is not None:
@@ -180,10 +199,10 @@ class PagedKVCache:
             self.ref_counts.index_add_(0, held.clamp_min(0), (held >= 0).to(torch.int32))
             self.block_table[destination] = held
             self.seq_lens[destination] = self.seq_lens[source]
+        dropped = torch.zeros_like(self.seq_lens)
         if num_tokens is not None:
-            dropped = torch.zeros_like(self.seq_lens)
             dropped[destination] = self.seq_lens[destination] - num_tokens
-            self.rollback(dropped)
+        return self.rollback(dropped)
 
     def free(self, requests: Sequence[int]) -> None:
         """Frees all tokens of these requests."""
@@ -237,7 +256,12 @@ class PagedKVCache:
             if count != held[page]
         ]
         for r, (length, row) in enumerate(zip(lengths, table, strict=True)):
-            if -1 in row[: -(-length // self.page_size)]:
+            present = [page >= 0 for page in row[: -(-length // self.page_size)]]
+            kept = -(-self.sinks // self.page_size)
+            old = 0 if self.window is None else max(length - self.window + 1, 0) // self.page_size
+            # What a window has left goes from its first block on, without a gap.
+            evictable = present[kept : max(old, kept)]
+            if not all(present[:kept] + present[max(old, kept) :]) or evictable != sorted(evictable):
                 problems.append(f"request {r} of {length} tokens lacks a page: {row}")
         if problems:
             raise RuntimeError(f"{_NAME}.check: {'; '.join(problems[:8])}")

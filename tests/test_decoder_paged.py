@@ -112,6 +112,79 @@ def test_forked_request_goes_its_own_way(kind):
             torch.testing.assert_close(got, recompute(model, text)[-1], atol=2e-4, rtol=0)
 
 
+def masked(model, text, budget, sinks):
+    """Logits [n, V] of a text whose tokens see the last `budget` tokens, their own included, and the first `sinks`."""
+    at, key = torch.arange(len(text))[:, None], torch.arange(len(text))
+    hidden = (key > at) | ((key <= at - budget) & (key >= sinks))
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
+    return model(torch.tensor([text]), attention_mask=mask[None, None], use_cache=False).logits[0]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cache", ["ragged", "paged"])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_budget_is_what_queries_read(cache, sinks):
+    """Over many verified blocks: rejected entries go, old ones too, and no more pages are held than the budget asks for."""
+    model, budget, size = tiny("llama"), 9, 4
+    forward = ModelForward(model)
+    made = forward.new_cache(2, 8, cache, page_size=size, budget=budget, sinks=sinks)
+    generator = torch.Generator().manual_seed(5)
+    texts = [[], []]
+    for step in range(14):
+        new = torch.randint(64, (2, 5), generator=generator).tolist()
+        counts = [5, 1 + step % 5]
+        logits = forward(torch.tensor(new), counts, made).logits
+        want = []
+        for text, tokens, n in zip(texts, new, counts, strict=True):
+            text += tokens[:n]
+            want.append(masked(model, text, budget, sinks)[-n:])
+        torch.testing.assert_close(logits, torch.cat(want), atol=2e-4, rtol=0)
+        made.advance(counts)
+        rejected = [step % 4, 0]
+        made.rollback(rejected)
+        made.evict()
+        texts = [text[: len(text) - n] for text, n in zip(texts, rejected, strict=True)]
+        if cache == "paged":
+            made.pages.check()
+            held = (made.pages.block_table >= 0).sum(1)
+            assert (held <= -(-sinks // size) + -(-budget // size) + 1).all()
+    assert min(made.lengths) > 3 * budget
+    if cache == "paged":
+        lengths, table = list(made.lengths), made.pages.block_table.clone()
+        with pytest.raises(RuntimeError, match=rf"row 1 back to {lengths[1] - 8} tokens needs entries from "):
+            made.rollback([0, 8])
+        assert made.lengths == lengths and torch.equal(made.pages.block_table, table)
+        made.reset()
+        made.pages.check()
+        assert int(made.pages.num_free) == made.pages.num_pages
+
+
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+def test_drafter_on_a_budget(rule):
+    """The same drafts from both caches; under `coupled` the same text as without a budget."""
+    model = tiny("qwen3")
+    texts = prompts()
+    ids, mask = padded(texts, "left")
+    params = sampling(3, top_p=0.95)
+    results = []
+    for cache, budget in (("ragged", None), ("ragged", 12), ("paged", 12)):
+        drafter = DraftModelDrafter(
+            tiny("qwen3", seed=9), packed=False, cache=cache, page_size=4, budget=budget, sinks=2 if budget else 0
+        )
+        decoder = SpeculativeDecoder(model, drafter, rule=rule, packed=False, adaptive=False)
+        results.append(decoder.generate(ids, mask, params, max_new_tokens=NEW))
+    full, ragged, paged = results
+    assert ragged.stats.accepted == paged.stats.accepted
+    for b, prompt in enumerate(texts):
+        assert_same_text(model, prompt, paged.tokens[b], ragged.tokens[b], params, b)
+        if rule == "coupled":
+            assert_same_text(model, prompt, paged.tokens[b], full.tokens[b], params, b)
+    with pytest.raises(ValueError, match="DraftModelDrafter: budget must be an int >= 1 or None, got 0"):
+        DraftModelDrafter(model, budget=0)
+    with pytest.raises(ValueError, match="DraftModelDrafter: sinks must be an int >= 0, got -1"):
+        DraftModelDrafter(model, budget=4, sinks=-1)
+
+
 @pytest.mark.model
 def test_same_text_on_smollm2():
     model, tokenizer = smollm2()

@@ -243,7 +243,12 @@ def test_errors_name_the_argument(name, backend):
 def test_scrubbed_pages(backend):
     """What an eviction pushes becomes zero; a page that somebody else holds stays, and so does all that was not evicted."""
     state = State(
-        ints([15, 9]), ints([[0, 1, 2, 3], [0, 4, 5, -1]]), ints([7, *[-7] * 7]), ints([1]), 4, ints([2, 2, *[1] * 4, 0, 0])
+        ints([15, 9]),
+        ints([[0, 1, 2, 3], [0, 4, 5, -1]]),
+        ints([7, *[-7] * 7]),
+        ints([1]),
+        4,
+        ints([2, 2, *[1] * 4, 0, 0]),
     )
     caches = [torch.rand(8, 4, 2, 3) + 1, torch.rand(9, 4, 5).bfloat16() + 1]
     before = [t.clone() for t in caches]

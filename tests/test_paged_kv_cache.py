@@ -109,6 +109,39 @@ def test_tree_is_compacted():
     assert_holds(cache, [[1, 2, 3, 4, 10, 12, 14], [5, 20, 21], [6, 7, 30]])
 
 
+def test_window():
+    """Pages that a window has left come back, a rollback that needs them is refused, sinks stay."""
+    cache = make(window=6, sinks=3)
+    for start in range(0, 20, 4):
+        feed(cache, [list(range(start, start + 4)), [], []])
+    assert cache.evict(8).tolist() == [0] * R
+    cache.check()
+    first = cache.block_table[0].tolist()
+    assert [page >= 0 for page in first] == [True, False, False, True, True, False] and int(cache.num_free) == 9
+    assert cache.rollback([4, 0, 0]).tolist() == [CacheStatus.EVICTED, 0, 0]
+    assert cache.block_table[0].tolist() == first and cache.seq_lens.tolist() == [20, 0, 0]
+    assert cache.rollback([3, 0, 0]).tolist() == [0] * R
+    cache.check()
+    assert cache.fork(0, 1, 14).tolist() == [0, CacheStatus.EVICTED, 0]
+    cache.free([0, 1])
+    assert_holds(cache, [[], [], []])
+    assert int(cache.num_free) == cache.num_pages
+
+
+def test_scrubbed_cache_keeps_nothing():
+    cache = make(scrub=True, window=4)
+    feed(cache, [[1, 2, 3, 4, 5], [6, 7, 8], []])
+    feed(cache, [[9, 10, 11, 12, 13], [], []])
+    cache.rollback([1, 2, 0])
+    cache.evict(5)
+    table = cache.block_table.tolist()
+    slots = [4 * table[0][1] + i for i in range(4)] + [4 * table[0][2], 4 * table[1][0]]
+    for t in cache.caches:
+        assert t.flatten(2).any(-1).flatten().nonzero().flatten().tolist() == sorted(slots)
+    cache.free([0, 1])
+    assert not any(t.any() for t in cache.caches)
+
+
 def test_select_frees_the_others():
     cache = make()
     feed(cache, [[1, 2, 3, 4, 5], [6], [7, 8, 9]])
@@ -169,7 +202,27 @@ def test_check_finds(problem):
         cache.check()
 
 
+def test_check_of_windows():
+    """A page may be missing before the window, not in it, among the sinks, or behind one that is there."""
+    for length, missing, sound in ((20, 1, True), (20, 0, False), (20, 3, False), (20, 2, False), (8, 1, False)):
+        cache = make(window=6, sinks=3)
+        for start in range(0, length, 4):
+            feed(cache, [list(range(start, start + 4)), [], []])
+        page = int(cache.block_table[0, missing])
+        cache.block_table[0, missing] = -1
+        cache.ref_counts[page] = 0
+        cache.free_pages[int(cache.num_free)] = page
+        cache.num_free += 1
+        if sound:
+            cache.check()
+        else:
+            with pytest.raises(RuntimeError, match=f"request 0 of {length} tokens lacks a page"):
+                cache.check()
+
+
 def test_errors():
+    with pytest.raises(ValueError, match=r"PagedKVCache: sinks must be an int in 0\.\.0, got int 2"):
+        make(sinks=2)
     for name, bad in (("num_pages", 0), ("page_size", 2.0), ("num_requests", -1), ("max_tokens", True)):
         sizes = {"num_pages": 4, "page_size": 4, "num_requests": 1, "max_tokens": 8, name: bad}
         with pytest.raises(ValueError, match=f"PagedKVCache: {name} must be an int in"):

@@ -28,19 +28,27 @@ class RowCache(Cache):
     position i < j. Sliding windows keep every entry and hide the old ones by mask: an entry that has left the window may be
     needed again after a rollback.
 
+    With a `budget` queries read the last `budget` entries, their own included, and the first `sinks` alone, as `ModelForward`
+    masks them; what nobody will read any more may be let go by `evict`.
+
     Args:
         config: the model's text config; refused by name where the model cannot be served (`check_supported`).
         batch_size: B.
         device: device of `lengths_tensor`.
+        budget: entries that a query reads, or None for all.
+        sinks: first entries of a row that stay in the budget's reach.
 
     Raises:
         UnsupportedModel: see `check_supported`.
     """
 
-    def __init__(self, config, batch_size: int, *, device: torch.device | str = "cpu"):
+    def __init__(
+        self, config, batch_size: int, *, device: torch.device | str = "cpu", budget: int | None = None, sinks: int = 0
+    ):
         check_supported(config)
         super().__init__(layers=[])
         self.layers: list[Any] = []
+        self.budget, self.sinks = budget, sinks
         self._device = torch.device(device)
         self._set([0] * batch_size)
 
@@ -89,6 +97,10 @@ class RowCache(Cache):
                 name = type(self).__name__
                 raise ValueError(f"{name}.rollback: counts[{row}] must be in [0, {length}], got {count}")
         self._set([n - c for n, c in zip(self.lengths, counts, strict=True)])
+
+    def evict(self) -> None:
+        """Lets go of the entries that the budget has left behind, where the storage can. Rolling back further than to where
+        this was called last may then need them, which is an error."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last `-tokens_to_remove` tokens of every row (transformers' convention since 5.24: n <= 0)."""
@@ -167,12 +179,12 @@ class RaggedCache(RowCache):
     rejected tokens are simply written over.
 
     Args:
-        config, batch_size, device: as in `RowCache`.
         capacity: tokens per row to allocate at first; grows as needed.
+        The others as in `RowCache`.
     """
 
-    def __init__(self, config, batch_size: int, *, capacity: int = _GROWTH, device: torch.device | str = "cpu"):
-        super().__init__(config, batch_size, device=device)
+    def __init__(self, config, batch_size: int, *, capacity: int = _GROWTH, **options):
+        super().__init__(config, batch_size, **options)
         self.capacity = max(int(capacity), 1)
 
     def _set(self, lengths: list[int]) -> None:

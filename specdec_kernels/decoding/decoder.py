@@ -206,7 +206,7 @@ class SpeculativeDecoder:
 
     def new_cache(self, batch_size: int, capacity: int) -> RowCache:
         """An empty cache of the decoder's kind for `batch_size` rows of `capacity` tokens."""
-        return self.forward.new_cache(batch_size, capacity, self.cache, self.page_size)
+        return self.forward.new_cache(batch_size, capacity, self.cache, page_size=self.page_size)
 
     @torch.inference_mode()
     def warmup(self, batch_size: int = 1, *, context: int = 64, repeats: int = 7) -> None:

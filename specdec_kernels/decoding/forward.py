@@ -104,16 +104,16 @@ class ModelForward:
         """Columns of the logits; may exceed the tokenizer's size by padding."""
         return self._head.weight.shape[0] if self._head is not None else self.config.vocab_size
 
-    def new_cache(self, batch_size: int, capacity: int, kind: str = "ragged", page_size: int = 16) -> RowCache:
-        """An empty cache of `capacity` tokens a row, which grows as needed; kind: one of `CACHES`."""
+    def new_cache(self, batch_size: int, capacity: int, kind: str = "ragged", **options) -> RowCache:
+        """An empty cache of `capacity` tokens a row, which grows as needed; kind: one of `CACHES`; options: `page_size` of a paged
+        one, `budget` and `sinks` of `RowCache`."""
+        options |= {"capacity": capacity, "device": self.device}
         if kind == "paged":
-            return PagedCache(
-                self.config, batch_size, capacity=capacity, page_size=page_size, device=self.device,
-                gathers=not self._reads_pages,
-            )  # fmt: skip
+            return PagedCache(self.config, batch_size, gathers=not self._reads_pages, **options)
         if self._reads_pages:
             raise ValueError(f'attention implementation "{paged_attention.NAME}" needs cache="paged", got {kind!r}')
-        return RaggedCache(self.config, batch_size, capacity=capacity, device=self.device)
+        options.pop("page_size", None)
+        return RaggedCache(self.config, batch_size, **options)
 
     def refresh(self) -> None:
         """Takes in what has changed about the model since the last call; decoders call it once per `generate`."""
@@ -172,15 +172,25 @@ class ModelForward:
         index: the entry that each query writes, [B, q].
         """
         count = index.shape[1]
-        if self._kinds == ["full_attention"] and cache.uniform and (count == 1 or cache.max_length == 0):
+        end, budget = cache.max_length + count, cache.budget
+        if budget is not None and budget >= end:
+            budget = None
+        if (
+            budget is None
+            and self._kinds == ["full_attention"]
+            and cache.uniform
+            and (count == 1 or cache.max_length == 0)
+        ):
             return None
-        key = torch.arange(cache.max_length + count, device=index.device)
+        key = torch.arange(end, device=index.device)
         dtype = self.model.dtype
         masks = {}
         for kind in self._kinds:
             hidden = key > index[:, None, :, None]
             if kind == "sliding_attention":
                 hidden = hidden | (key <= index[:, None, :, None] - self._window)
+            if budget is not None:
+                hidden = hidden | ((key <= index[:, None, :, None] - budget) & (key >= cache.sinks))
             masks[kind] = torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(
                 hidden, torch.finfo(dtype).min
             )

@@ -35,11 +35,15 @@ class PagedForward:
     """What one forward's attention needs to know of its rows: which tokens are real, which pages each row has. Layers of the
     same shape share a plan.
 
-    counts: tokens of each row in this forward, of `width`; lengths: tokens before it; block_table: int32 [B, M].
+    counts: tokens of each row in this forward, of `width`; lengths: tokens before it; block_table: int32 [B, M]; budget: most
+    tokens that a query reads, its own included, or None.
     """
 
-    def __init__(self, counts: list[int], width: int, lengths: list[int], block_table: Tensor, page_size: int):
-        self.counts, self.width, self.page_size = counts, width, page_size
+    def __init__(
+        self, counts: list[int], width: int, lengths: list[int], block_table: Tensor, page_size: int,
+        budget: int | None = None,
+    ):  # fmt: skip
+        self.page_size, self.budget = page_size, budget
         self.device = block_table.device
         after = [n + c for n, c in zip(lengths, counts, strict=True)]
         blocks = [-(-n // page_size) for n in after]
@@ -57,6 +61,8 @@ class PagedForward:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int, cap: float) -> Tensor:
         """query [B * width, Hq, D] over pages of keys and values [P, page_size, Hk, D]; window: tokens that are read, the query's
         own included, or 0 for all. Padding gives zeros."""
+        if self.budget is not None:
+            window = min(window or self.budget, self.budget)
         rows = query if self.tokens is None else query.index_select(0, self.tokens)
         key = (query.shape[1:], keys.shape[2:], values.shape[3], query.dtype, keys.dtype, scale, window, cap)
         if key not in self._plans:

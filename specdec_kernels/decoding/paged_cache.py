@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -57,25 +56,25 @@ class PagedCache(RowCache):
     on the device. Attention reads a gathered copy of them, or the pages themselves.
 
     Args:
-        config, batch_size, device: as in `RowCache`.
         capacity: tokens per row to allocate at first; grows as needed.
         page_size: tokens of a page.
         gathers: False where the attention reads the pages itself (`paged_attention`).
+        The others as in `RowCache`.
 
     `pages` is the `PagedKVCache`; its lengths run ahead of `lengths` by what `reserve` made room for.
     """
 
     def __init__(
-        self, config, batch_size: int, *, capacity: int = 256, page_size: int = 16, device: torch.device | str = "cpu",
-        gathers: bool = True,
-    ):  # fmt: skip
-        super().__init__(config, batch_size, device=device)
+        self, config, batch_size: int, *, capacity: int = 256, page_size: int = 16, gathers: bool = True, **options
+    ):
+        super().__init__(config, batch_size, **options)
         capacity = max(int(capacity), 1)
         self.pages = PagedKVCache(
             max(batch_size, 1) * -(-capacity // page_size), page_size, num_requests=batch_size, max_tokens=capacity,
-            device=device,
+            device=self._device, window=self.budget, sinks=self.sinks,
         )  # fmt: skip
         self._reserved = [0] * batch_size
+        self._evicted = [0] * batch_size  # blocks behind the sinks' that each row has let go
         self.gathers = gathers
         self.slots: Any = None
         self.blocks: Any = None
@@ -87,7 +86,7 @@ class PagedCache(RowCache):
         pages, size = self.pages, self.pages.page_size
         self._give_back(self._reserved)  # of a forward whose tokens nobody took
         after = [n + c for n, c in zip(self.lengths, counts, strict=True)]
-        needed = sum(-(-n // size) for n in after)
+        needed = sum(-(-n // size) for n in after) - sum(self._evicted)
         # The host knows all lengths, so that the free list cannot run dry unseen.
         if needed > pages.num_pages or max(after) > pages.block_table.shape[1] * size:
             pages.grow(
@@ -99,7 +98,11 @@ class PagedCache(RowCache):
 
     def forward_of(self, counts: list[int], width: int) -> PagedForward:
         """The forward that was reserved, for attention that reads the pages itself."""
-        return PagedForward(counts, width, self.lengths, self.pages.block_table, self.pages.page_size)
+        if self.budget is not None and self.sinks:
+            raise ValueError(f"paged attention reads a window without sinks: sinks must be 0, got {self.sinks}")
+        # Blocks that were evicted lie outside of the window; a kernel may touch them all the same.
+        table = self.pages.block_table.clamp_min(0)
+        return PagedForward(counts, width, self.lengths, table, self.pages.page_size, self.budget)
 
     def _give_back(self, counts: Sequence[int]) -> None:
         if any(counts):
@@ -114,9 +117,39 @@ class PagedCache(RowCache):
         super().advance(counts, counts_tensor)
 
     def rollback(self, counts: Sequence[int]) -> None:
+        self._check_window(counts)
         super().rollback(counts)
+        size = self.pages.page_size
+        past_sinks = [-(-n // size) - -(-self.sinks // size) for n in self.lengths]
+        self._evicted = [max(min(e, m), 0) for e, m in zip(self._evicted, past_sinks, strict=True)]
         self._give_back([r + c for r, c in zip(self._reserved, counts, strict=True)])
         self._reserved = [0] * len(self.lengths)
+
+    def _check_window(self, counts: Sequence[int]) -> None:
+        """Raises where a rollback would need entries that are gone; the device would leave such a row as it is."""
+        if self.budget is None:
+            return
+        size = self.pages.page_size
+        first = -(-self.sinks // size)
+        for row, (length, count, evicted) in enumerate(zip(self.lengths, counts, self._evicted, strict=True)):
+            new = length - count
+            needed = max(max(new - self.budget + 1, 0) // size, first)
+            if count > 0 and evicted and needed < min(first + evicted, -(-new // size)):
+                raise RuntimeError(
+                    f"PagedCache.rollback: row {row} back to {new} tokens needs entries from {needed * size} on, but those "
+                    f"up to {(first + evicted) * size} have left its budget of {self.budget}"
+                )
+
+    def evict(self) -> None:
+        if self.budget is None:
+            return
+        self._give_back(self._reserved)
+        self._reserved = [0] * len(self.lengths)
+        self.pages.evict(self.budget)
+        size = self.pages.page_size
+        first = -(-self.sinks // size)
+        gone = [max((n - self.budget) // size - first, 0) for n in self.lengths]
+        self._evicted = [max(a, b) for a, b in zip(self._evicted, gone, strict=True)]
 
     def fork(self, source: int, destination: int) -> None:
         """Row `destination` becomes a copy of `source` that shares its pages, until either writes to them."""
@@ -125,9 +158,11 @@ class PagedCache(RowCache):
         self.pages.fork(source, destination)
         lengths = list(self.lengths)
         lengths[destination] = lengths[source]
+        self._evicted[destination] = self._evicted[source]
         self._set(lengths)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         super().select_rows(rows)
         self.pages.select(rows)
         self._reserved = [self._reserved[r] for r in rows]
+        self._evicted = [self._evicted[r] for r in rows]

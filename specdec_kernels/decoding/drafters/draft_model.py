@@ -35,6 +35,9 @@ class DraftModelDrafter(Drafter):
             its last id: worse drafts behind them, the same law of the text.
         packed: "auto" uses the packed CPU forward where it fits, True requires it, False leaves the model's own.
         cache, page_size: of the draft model, as in `SpeculativeDecoder`.
+        budget: the draft model reads the last `budget` tokens, and the first `sinks`, and a paged cache keeps no more of them
+            beyond whole pages; None: all. Worse drafts for long texts, less memory; the law of the text is the same.
+        sinks: see `budget`.
 
     Raises:
         UnsupportedModel: the model's cache cannot be rolled back by length.
@@ -43,7 +46,7 @@ class DraftModelDrafter(Drafter):
 
     def __init__(
         self, model, *, target_to_draft: Tensor | None = None, packed: bool | str = "auto",
-        cache: str = "ragged", page_size: int = 16,
+        cache: str = "ragged", page_size: int = 16, budget: int | None = None, sinks: int = 0,
     ):  # fmt: skip
         self.forward = (packed and PackedForward.build(model, required=packed is True)) or ModelForward(model)
         self.target_to_draft = target_to_draft
@@ -51,6 +54,11 @@ class DraftModelDrafter(Drafter):
         self._columns = self.forward.vocab_size
         self._last_id = model.get_input_embeddings().weight.shape[0] - 1
         self.cache, self.page_size = check_cache("DraftModelDrafter", cache, page_size), page_size
+        if budget is not None and not (isinstance(budget, int) and budget >= 1):
+            raise ValueError(f"DraftModelDrafter: budget must be an int >= 1 or None, got {budget!r}")
+        if not isinstance(sinks, int) or sinks < 0:
+            raise ValueError(f"DraftModelDrafter: sinks must be an int >= 0, got {sinks!r}")
+        self.budget, self.sinks = budget, sinks
         self._cache: RowCache = self._new_cache(0, 1)
         self._greedy = False
         self._committed: list[int] = []
@@ -90,7 +98,9 @@ class DraftModelDrafter(Drafter):
         self._greedy = not bool((params.temperature >= GREEDY_BELOW).any())
 
     def _new_cache(self, batch_size: int, capacity: int) -> RowCache:
-        return self.forward.new_cache(batch_size, capacity, self.cache, self.page_size)
+        return self.forward.new_cache(
+            batch_size, capacity, self.cache, page_size=self.page_size, budget=self.budget, sinks=self.sinks
+        )
 
     def propose(self, context: DraftContext) -> DraftBatch | None:
         longest = max(context.budgets, default=0)
@@ -169,6 +179,7 @@ class DraftModelDrafter(Drafter):
             lengths = self._cache.lengths
             self._cache.rollback([max(have - keep, 0) for have, keep in zip(lengths, kept, strict=True)])
             self._committed = []
+        self._cache.evict()
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self._cache.select_rows(rows)
