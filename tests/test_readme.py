@@ -11,7 +11,7 @@ README = Path(__file__).parents[1] / "README.md"
 def test_examples_run_and_decide_something(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     examples = [block for block in blocks if "from_pretrained" not in block]
-    assert len(examples) == 3 and len(blocks) == 4
+    assert len(examples) == 4 and len(blocks) == 5
     torch.manual_seed(0)
     names: dict = {}
     for example in examples:

@@ -6,9 +6,11 @@ from .drafters import DraftBatch, DraftContext, Drafter, DraftModelDrafter, Prom
 from .forward import ModelForward
 from .packed import PackedForward
 from .paged_cache import PagedCache
+from .rollback import CacheRollback, rollback_attention_mask
 from .stats import SpecDecodeStats
 
 __all__ = [
+    "CacheRollback",
     "DraftBatch",
     "DraftContext",
     "DraftModelDrafter",
@@ -23,4 +25,5 @@ __all__ = [
     "SpeculativeDecoder",
     "StepOutcome",
     "UnsupportedModel",
+    "rollback_attention_mask",
 ]
