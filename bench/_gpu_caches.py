@@ -9,7 +9,14 @@ import torch
 import python_ref
 import specdec_kernels as sk
 from tests.cache_cases import DTYPES, LAYOUTS, assert_bits, cache_case, page_case, written
-from tests.kv_states import State, assert_append_as_oracle, assert_rollback_as_oracle, damage, make_state
+from tests.kv_states import (
+    State,
+    assert_append_as_oracle,
+    assert_evict_as_oracle,
+    assert_rollback_as_oracle,
+    damage,
+    make_state,
+)
 
 from .bench_kv_compact import compact_case
 from .bench_kv_rollback import DRAFTS, rollback_case
@@ -116,7 +123,8 @@ def on(state: State, device: torch.device) -> State:
 
 
 def bookkeeping(device: torch.device, backend: str, quick: bool) -> dict:
-    """`kv_append_slots` and `kv_rollback` as the oracle, on sound and damaged states; replays of a graph that holds both."""
+    """`kv_append_slots`, `kv_evict` and `kv_rollback`, with a window too, as the oracle, on sound and damaged states; replays of a
+    graph that appends and rolls back."""
     g = torch.Generator().manual_seed(0)
     requests = 0
     for B, page_size in ((3, 4),) if quick else ((1, 1), (40, 16), (256, 64), (700, 256)):
@@ -130,6 +138,8 @@ def bookkeeping(device: torch.device, backend: str, quick: bool) -> dict:
                 held = on(state, device)
                 assert_append_as_oracle(held, new.to(device), 17, backend)
                 assert_rollback_as_oracle(held, rejected.to(device), backend)
+                assert_evict_as_oracle(held, 2 * page_size, backend, sinks=1)
+                assert_rollback_as_oracle(held, rejected.to(device), backend, window=page_size + 1, sinks=1)
                 requests += 2 * B
     if device.type == "cuda":
         state = make_state([30, 7, 64, 0], 8, 12, spare=20, share=0.3)
