@@ -334,6 +334,33 @@ def test_warmup_measures_costs():
     decoder.warmup(2, context=8, repeats=2)
     assert decoder.costs.relative(2, 4) > 0 and decoder.costs.relative(2, 3) > 0
     assert decoder.costs.relative(1, 4) is None
+    SpeculativeDecoder(tiny("llama"), PromptLookupDrafter(), num_draft=0).warmup(1, context=8, repeats=1)
+
+
+def test_drafter_after_a_failed_step():
+    """What an interrupted batch left with the drafter is none of the next one's."""
+    model = tiny("llama")
+    drafter = DraftModelDrafter(tiny("llama", seed=9), packed=False)
+    decoder = SpeculativeDecoder(model, drafter, packed=False, adaptive=False)
+    ids, mask = padded(prompts(3), "left")
+    forward, calls = decoder.forward, []
+
+    def interrupted(*args, **options):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return forward(*args, **options)
+
+    for name in ("model", "device", "vocab_size", "new_cache", "refresh"):
+        setattr(interrupted, name, getattr(forward, name))
+    decoder.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(ids, mask, sampling(3), max_new_tokens=12)
+    decoder.forward = forward
+    got = decoder.generate(ids[:1], mask[:1], sampling(1), max_new_tokens=12).tokens
+    assert got == SpeculativeDecoder(model, drafter, forward=forward, adaptive=False).generate(
+        ids[:1], mask[:1], sampling(1), max_new_tokens=12
+    ).tokens  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,22 @@
 """The decoder's paged cache: the same text as with the ragged one, and pages that come and go with the tokens."""
 
+import copy
+import inspect
+
 import pytest
 import torch
 
 from tests.smollm2_fixture import assert_same_text, chat, recompute, smollm2, tiny
 from tests.test_decoder import padded, prompts, sampling
 
+from specdec_kernels import SamplingTensors  # isort: skip
 from specdec_kernels.decoding import (  # isort: skip
     DraftModelDrafter,
     ModelForward,
     PagedCache,
     PromptLookupDrafter,
     SpeculativeDecoder,
+    UnsupportedModel,
 )
 
 NEW = 40
@@ -82,6 +87,107 @@ def test_more_is_taken_than_was_reserved():
     assert cache.lengths == [2, 1]
 
 
+def test_caches_are_run_by_a_model_forward():
+    model = tiny("llama")
+    for kind in ("ragged", "paged"):
+        cache = ModelForward(model).new_cache(1, 8, kind)
+        argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        with pytest.raises(
+            RuntimeError, match=r"Cache: a forward of 3 tokens per row, but reserve\(\) was called for None"
+        ):
+            model(torch.zeros(1, 3, dtype=torch.int64), **{argument: cache})
+
+
+def test_storage_follows_the_texts():
+    """Pages are made as they are needed, not for the longest text that there may be."""
+    cache = ModelForward(tiny("llama")).new_cache(3, 10_000, "paged", page_size=4)
+    cache.reserve([9, 1, 2], 9)
+    assert cache.pages.num_pages == 5
+    cache.advance([9, 1, 2])
+    cache.reserve([4, 4, 4], 4)
+    assert cache.pages.num_pages == 8
+    cache.advance([4, 4, 4])
+    cache.check()
+    cache.pages.num_free.fill_(-50)
+    cache.reserve([4, 4, 4], 4)
+    with pytest.raises(RuntimeError, match=r"PagedCache: the pages. bookkeeping reported <CacheStatus\.OUT_OF_PAGES"):
+        cache.check()
+
+
+@torch.inference_mode()
+def test_nan_row_stays_in_its_row():
+    """A request whose keys and values are NaN, beside others that get its pages when it has left and pad to its length."""
+    model = copy.deepcopy(tiny("llama"))
+    model.model.embed_tokens.weight[63] = torch.nan
+    greedy = SamplingTensors.create(temperature=0.0, seed=0, batch_size=3)
+    draws = torch.Generator().manual_seed(0)
+    for first, *others in ((2, 14, 3), (14, 23, 8)):
+        rows = [[63] * first, *(torch.randint(63, (n,), generator=draws).tolist() for n in others)]
+        ids, mask = padded(rows, "left")
+        results = [
+            SpeculativeDecoder(model, packed=False, cache=cache, page_size=4).generate(
+                ids, mask, greedy, max_new_tokens=8
+            )
+            for cache in ("ragged", "paged")
+        ]
+        assert results[0].status[1:] == results[1].status[1:] == [0, 0]
+        assert results[0].tokens[1:] == results[1].tokens[1:]
+
+
+def test_forwards_that_fail_take_nothing():
+    """The rollback of what an earlier forward left unused happens once."""
+    model = tiny("llama")
+    forward = ModelForward(model)
+    cache = forward.new_cache(1, 64, "paged", page_size=4)
+    tokens = torch.zeros(1, 6, dtype=torch.int64)
+    with torch.inference_mode():
+        forward(tokens, [6], cache)
+        cache.advance([6])
+        forward(tokens[:, :2], [2], cache)
+        for counts in ([1, 1], [3], [-1]):
+            with pytest.raises(ValueError, match=r"PagedCache.reserve: counts must be 1 numbers in \[0, 2\], got "):
+                cache.reserve(counts, 2)
+        grow, cache.pages.grow = cache.pages.grow, None
+        with pytest.raises(TypeError):
+            cache.reserve([40], 40)
+        cache.pages.grow = grow
+        forward(tokens[:, :2], [2], cache)
+    size = cache.pages.page_size
+    assert [slot % size for slot in cache.slots[0].tolist()] == [2, 3]
+    assert cache.pages.seq_lens.tolist() == [8]
+
+
+@torch.inference_mode()
+def test_wider_than_the_table():
+    """A long row's tail beside a short row's many tokens."""
+    model = tiny("llama")
+    forward = ModelForward(model)
+    cache = forward.new_cache(2, 8, "paged", page_size=4)
+    tokens = torch.randint(64, (2, 10), generator=torch.Generator().manual_seed(6))
+    forward(tokens[:, :7], [7, 1], cache)
+    cache.advance([7, 1])
+    got = forward(torch.stack([tokens[0, 7:], tokens[1, 1:4]]), [1, 3], cache).logits
+    want = torch.cat([recompute(model, tokens[0, :8].tolist())[-1:], recompute(model, tokens[1, :4].tolist())[1:]])
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
+
+
+def test_rows_are_not_reordered():
+    for kind in ("ragged", "paged"):
+        cache = ModelForward(tiny("llama")).new_cache(2, 8, kind)
+        for call in (cache.reorder_cache, cache.batch_select_indices, cache.batch_repeat_interleave):
+            with pytest.raises(RuntimeError, match="Cache: rows cannot be reordered or repeated"):
+                call(torch.tensor([1, 0]))
+
+
+def test_model_spread_over_devices(monkeypatch):
+    model = tiny("llama")
+    cache = ModelForward(model).new_cache(1, 8, "paged")
+    cache.reserve([1], 1)
+    elsewhere = torch.zeros(1, 2, 1, 8, device="meta")
+    with pytest.raises(UnsupportedModel, match="layer 0 is on meta, the cache on cpu"):
+        cache.update(elsewhere, elsewhere, 0)
+
+
 @pytest.mark.parametrize("owner", ["SpeculativeDecoder", "DraftModelDrafter"])
 def test_unknown_cache(owner):
     make = {"SpeculativeDecoder": SpeculativeDecoder, "DraftModelDrafter": DraftModelDrafter}[owner]
@@ -150,10 +256,19 @@ def test_budget_is_what_queries_read(cache, sinks):
             assert (held <= -(-sinks // size) + -(-budget // size) + 1).all()
     assert min(made.lengths) > 3 * budget
     if cache == "paged":
+        # What is gathered and what is allocated follow the budget too, not the text.
+        assert made.gathered <= size * (-(-sinks // size) + -(-(budget + 5) // size) + 1) < min(made.lengths)
+        assert made.pages.num_pages <= 2 * (-(-sinks // size) + -(-(budget + 5) // size) + 1) * 3 // 2
         lengths, table = list(made.lengths), made.pages.block_table.clone()
         with pytest.raises(RuntimeError, match=rf"row 1 back to {lengths[1] - 8} tokens needs entries from "):
             made.rollback([0, 8])
         assert made.lengths == lengths and torch.equal(made.pages.block_table, table)
+        # Rolled back to before what was evicted, and filled again: every page is there for it.
+        made.reset()
+        assert made._evicted == [0, 0]
+        forward(torch.zeros(2, 50, dtype=torch.int64), [50, 50], made)
+        made.advance([50, 50])
+        made.check()
         made.reset()
         made.pages.check()
         assert int(made.pages.num_free) == made.pages.num_pages
@@ -181,8 +296,11 @@ def test_drafter_on_a_budget(rule):
             assert_same_text(model, prompt, paged.tokens[b], full.tokens[b], params, b)
     with pytest.raises(ValueError, match="DraftModelDrafter: budget must be an int >= 1 or None, got 0"):
         DraftModelDrafter(model, budget=0)
-    with pytest.raises(ValueError, match="DraftModelDrafter: sinks must be an int >= 0, got -1"):
-        DraftModelDrafter(model, budget=4, sinks=-1)
+    for options in ({"budget": 4, "sinks": -1}, {"sinks": 3}):
+        with pytest.raises(
+            ValueError, match="DraftModelDrafter: sinks must be an int >= 0, and 0 without a budget, got"
+        ):
+            DraftModelDrafter(model, **options)
 
 
 @pytest.mark.model

@@ -1,5 +1,7 @@
 """What a decoder takes from the generation config and from its arguments, and how it feeds the model."""
 
+import sys
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.test_decoder import NEW, Scripted, knows, one, padded, prompts, sampl
 from specdec_kernels import SamplingTensors, filter_probs  # isort: skip
 from specdec_kernels.decoding import DraftModelDrafter, ModelForward, SpeculativeDecoder  # isort: skip
 from specdec_kernels.decoding import decoder as decoder_module  # isort: skip
+from specdec_kernels.decoding.cache import on_device  # isort: skip
 
 
 def test_default_parameters_are_the_generation_config():
@@ -123,7 +126,13 @@ def test_nothing_comes_from_the_host_behind_a_forward(monkeypatch):
         behind[0] = False  # its own read-back waits for the forward anyway
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "tensor", lambda *a, **k: (late.append(a) if behind[0] else None) or make(*a, **k))
+    def tensor(*args, **options):
+        # `on_device` copies from pinned memory, which the host does not wait for.
+        if behind[0] and sys._getframe(1).f_code is not on_device.__code__:
+            late.append(args)
+        return make(*args, **options)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(decoder_module, "verify_chain", verify)
     decoder.forward = launches(decoder.forward)
     decoder.forward.device, decoder.forward.new_cache = model.device, ModelForward(model).new_cache
@@ -143,3 +152,22 @@ def test_nothing_comes_from_the_host_behind_a_forward(monkeypatch):
     ids, mask = padded(prompts(2), "left")
     decoder.generate(ids, mask, sampling(2), max_new_tokens=12, eos=[])
     assert late == []
+
+
+def test_host_values_go_to_a_gpu_without_waiting(monkeypatch):
+    """Equal values are made there, others are copied from pinned memory in the stream's order."""
+    calls = []
+
+    class Copied:
+        def to(self, device, **options):
+            calls.append((device, options))
+            return self
+
+    monkeypatch.setattr(torch, "tensor", lambda values, **options: calls.append((values, options)) or Copied())
+    monkeypatch.setattr(torch, "full", lambda size, value, **options: calls.append((size, value)))
+    device = torch.device("cuda")
+    on_device([3, 3], torch.int64, device)
+    on_device([3, 4], torch.int64, device)
+    assert calls == [
+        ((2,), 3), ([3, 4], {"dtype": torch.int64, "pin_memory": True}), (device, {"non_blocking": True}),
+    ]  # fmt: skip

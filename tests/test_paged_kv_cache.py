@@ -101,10 +101,12 @@ def test_tree_is_compacted():
     cache = make(page_size=3)
     texts = [[1, 2, 3, 4], [5], [6, 7]]
     feed(cache, texts)
-    before = cache.seq_lens.clone()
+    starts = cache.append([5, 3, 1], MAX_NEW).starts
+    cache.rollback([5, 3, 1])
+    assert starts.tolist() == [4, 1, 2]
     feed(cache, [[10, 11, 12, 13, 14], [20, 21, 22], [30]])  # a root and its nodes
     path = torch.tensor([[2, 4], [1, -1], [-1, -1]], dtype=torch.int32)
-    cache.compact(path, before)
+    cache.compact(path, starts)
     cache.rollback([2, 1, 0])
     assert_holds(cache, [[1, 2, 3, 4, 10, 12, 14], [5, 20, 21], [6, 7, 30]])
 
@@ -152,13 +154,44 @@ def test_select_frees_the_others():
     assert int(cache.num_free) == cache.num_pages
 
 
-def test_read_behind_a_length_is_finite():
-    """Attention masks it, and 0 * NaN would be NaN: also where another request's values were, and where there is no page."""
-    cache = make()
-    feed(cache, [[1, 2, 3, 4, 5], [6], []])
-    cache.rollback([5, 0, 0])
-    keys, values = cache.read(0, cache.blocks(6))
-    assert keys.shape == (R, HEADS, 24, DIM) and keys.isfinite().all() and values.isfinite().all()
+def test_nan_row_stays_with_its_request():
+    """Attention masks what is behind a length, and 0 * NaN would be NaN: no other request reads it, neither from a page that came
+    back nor where there is no page, though tokens without a slot were NaN too."""
+    cache = make(scrub=True)
+    placed = cache.append([5, 1, 0], 5)
+    for layer in range(2):
+        nan = entries([0] * 15, layer) * torch.nan
+        cache.write(layer, nan, nan[:, :1, :3], placed.slots)
+    cache.free([0])
+    feed(cache, [[], [], [1, 2]])
+    keys, values = cache.read(0, cache.blocks(8))  # more blocks than the table has
+    assert keys.shape == (R, HEADS, 32, DIM)
+    for t in (keys, values):
+        assert t[[0, 2]].isfinite().all() and not t[1].isfinite().all()
+
+
+def test_grow_is_all_or_nothing(monkeypatch):
+    cache = make(pages=2)
+    feed(cache, [[1, 2, 3], [], []])
+    real, calls = torch.Tensor.new_zeros, []
+
+    def out_of_memory(*args, **options):
+        calls.append(args)
+        if len(calls) == 3:
+            raise MemoryError
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", out_of_memory)
+    with pytest.raises(MemoryError):
+        cache.grow(4, 100)
+    assert_holds(cache, [[1, 2, 3], [], []])
+    assert cache.num_pages == 2
+    with pytest.raises(ValueError, match="num_pages must be an int in"):
+        cache.grow(100.0, 3)
+    monkeypatch.setattr(torch.Tensor, "new_zeros", real)
+    cache.grow(4, 100)
+    assert feed(cache, [[4, 5], [6], [7]]) == [0] * R
+    assert_holds(cache, [[1, 2, 3, 4, 5], [6], [7]])
 
 
 def test_layers_are_what_kernels_take():
@@ -183,12 +216,18 @@ def plant(cache: PagedKVCache, problem: str) -> None:
         cache.num_free -= 1
     elif problem == "has 1 holders and counts 2":
         cache.ref_counts[first.long()] = 2
+    elif problem == "12 is no page":
+        cache.free_pages[0] = 12
+    elif problem == "-7 is no page":
+        cache.block_table[2, 0] = -7
+    elif problem == "holds pages behind them":
+        cache.seq_lens[0] = 4
     else:
         cache.seq_lens[0] = 9
 
 
 PROBLEMS = (
-    "is on the free list 2 times", "is free and held", "leaked", "has 1 holders and counts 2", "lacks a page",
+    "is on the free list 2 times", "is free and held", "leaked", "has 1 holders and counts 2", "lacks a page", "12 is no page", "-7 is no page", "holds pages behind them",
 )  # fmt: skip
 
 
@@ -221,7 +260,7 @@ def test_check_of_windows():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"PagedKVCache: sinks must be an int in 0\.\.0, got int 2"):
+    with pytest.raises(ValueError, match=r"PagedKVCache: sinks must be 0 without a window, got int 2"):
         make(sinks=2)
     for name, bad in (("num_pages", 0), ("page_size", 2.0), ("num_requests", -1), ("max_tokens", True)):
         sizes = {"num_pages": 4, "page_size": 4, "num_requests": 1, "max_tokens": 8, name: bad}
@@ -239,13 +278,51 @@ def test_errors():
         ("values", (keys, keys)),
     ):
         with pytest.raises(ValueError, match=rf"PagedKVCache.write: {name} must be float32 \[3 tokens, "):
-            cache.write(0, *parts, slots)
+            cache.write(0, *(-t for t in parts), slots)
     with pytest.raises(ValueError, match=r"destination must be an int in 0..2, got int 3"):
         cache.fork(0, 3)
     with pytest.raises(ValueError, match="requests must be different"):
         cache.select([0, 0])
-    with pytest.raises(ValueError, match="requests must be an int in"):
-        cache.free([0, 7])
-    with pytest.raises(ValueError, match=r"num_new must be int32 \[B=3\]"):
-        cache.append([1, 2], 2)
+    for call, message in (
+        (lambda: cache.free([0, 7]), r"PagedKVCache.free: requests must be of 0\.\.2, got int 7"),
+        (lambda: cache.free(0), "PagedKVCache.free: requests must be a list or tuple, got int 0"),
+        (lambda: cache.select([-1]), r"PagedKVCache.select: requests must be of 0\.\.2, got int -1"),
+        (lambda: cache.append([1, 2], 2), "num_new must be a number for each of 3 requests"),
+        (lambda: cache.append([1, 2, 3], 2), r"num_new\[2\] must be an int in 0\.\.2, got int 3"),
+        (lambda: cache.append(slots, 2), r"num_new must be int32 \[B=3\]"),
+        (lambda: cache.rollback([0, -1, 0]), r"num_rejected\[1\] must be an int in 0"),
+        (lambda: cache.rollback(1), "num_rejected must be a number for each of 3 requests, got int 1"),
+        (
+            lambda: cache.write(2, keys, values, slots),
+            "PagedKVCache.write: layer must be one of the 2 that add_layer made",
+        ),
+        (lambda: cache.read(-1, 1), "PagedKVCache.read: layer must be one of the 2"),
+        (lambda: cache.evict(8), "PagedKVCache.evict: window must be given to the cache"),
+        (lambda: make(window=6).evict(5), r"keep_last must be an int in 6\.\."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
     assert_holds(cache, [[1, 2, 3], [4], []])
+
+
+def test_refused_append_takes_nothing_back():
+    """The step's rollback counts drafts that a refused request never got: its committed tokens stay."""
+    cache = make(pages=4)
+    feed(cache, [[1, 2, 3, 4, 5], [6, 7, 8, 9], []])
+    assert feed(cache, [[10], [11, 12], [13]]) == [0, 0, CacheStatus.OUT_OF_PAGES]
+    assert feed(cache, [[14, 15], [16, 17, 18], [19]]) == [0, CacheStatus.OUT_OF_PAGES, CacheStatus.OUT_OF_PAGES]
+    cache.rollback([2, 3, 1])
+    assert_holds(cache, [[1, 2, 3, 4, 5, 10], [6, 7, 8, 9, 11, 12], []])
+    cache.rollback([1, 1, 0])  # the next one is no step's
+    assert_holds(cache, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 11], []])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bfloat16])
+def test_dtypes(dtype):
+    cache = PagedKVCache(3, 4, num_requests=1, max_tokens=8)
+    cache.add_layer(1, 2, dtype=dtype)
+    new = torch.arange(10).view(5, 1, 2).to(dtype)
+    cache.write(0, new, new, cache.append([5], 5).slots)
+    keys, values = cache.read(0, 2)
+    assert keys.dtype == dtype and torch.equal(keys[0, 0, :5].float(), new[:, 0].float())
+    assert torch.equal(values.float(), keys.float())

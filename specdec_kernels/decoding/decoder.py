@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import SamplingTensors, verify_chain
-from .cache import RowCache
+from .cache import RowCache, check_cache
 from .drafters.base import DraftBatch, DraftContext, Drafter, StepOutcome
-from .forward import ForwardOutput, ModelForward, check_cache
+from .forward import ForwardOutput, ModelForward
 from .packed import PackedForward
 from .policy import AcceptanceWatch, StepCosts
 from .stats import SpecDecodeStats
@@ -225,7 +225,7 @@ class SpeculativeDecoder:
         cache.advance([context] * batch_size)
         params = SamplingTensors.create(temperature=1.0, seed=0, batch_size=batch_size, device=ids.device)
         position = torch.full((batch_size,), context + 1, dtype=torch.int64, device=ids.device)
-        sizes = sorted({0, 1, self.num_draft} if self.drafter is not None else {0})
+        sizes = sorted({0, min(1, self.num_draft), self.num_draft} if self.drafter is not None else {0})
         # In turn, so that the machine's other load meets all sizes alike; the first round pays for lazy initialisation.
         for repeat in range(repeats + 1):
             for drafts in sizes:
@@ -265,6 +265,7 @@ class _Run:
             yield self._step()
         if self.drafter is not None:
             self.stats.draft_calls = self.drafter.calls - self.calls_before
+        self.cache.check()
         self.stats.fallbacks = self.watch.fallbacks
 
     def _prefill(self) -> list[list[int]]:

@@ -11,22 +11,13 @@ import torch
 from torch import Tensor
 
 from . import paged_attention
-from .cache import RaggedCache, RowCache, UnsupportedModel, check_supported
+from .cache import RowCache, on_device
 from .paged_cache import PagedCache
-
-CACHES = ("ragged", "paged")
+from .ragged_cache import RaggedCache
+from .support import UnsupportedModel, check_supported
 
 _locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
-
-
-def check_cache(owner: str, kind: str, page_size: int) -> str:
-    """The kind, if it and the page size are such."""
-    if kind not in CACHES:
-        raise ValueError(f"{owner}: cache must be one of {', '.join(CACHES)}, got {kind!r}")
-    if not isinstance(page_size, int) or page_size < 1:
-        raise ValueError(f"{owner}: page_size must be an int >= 1, got {page_size!r}")
-    return kind
 
 
 def model_lock(model) -> threading.RLock:
@@ -89,10 +80,14 @@ class ModelForward:
         kinds = getattr(self.config, "layer_types", None)
         window = getattr(self.config, "sliding_window", None)
         if kinds is None:
-            kinds = ["sliding_attention" if window else "full_attention"]
+            kinds = ["sliding_attention" if window else "full_attention"] * self.config.num_hidden_layers
         self._kinds = sorted(set(kinds))
         self._window = window
+        self._windows = [int(window) if kind == "sliding_attention" else 0 for kind in kinds]
+        self._implementation = implementation
         self._reads_pages = implementation == paged_attention.NAME
+        if self._reads_pages:
+            paged_attention.check_model(model)
         self._head = model.get_output_embeddings()
 
     @property
@@ -109,7 +104,7 @@ class ModelForward:
         one, `budget` and `sinks` of `RowCache`."""
         options |= {"capacity": capacity, "device": self.device}
         if kind == "paged":
-            return PagedCache(self.config, batch_size, gathers=not self._reads_pages, **options)
+            return PagedCache(self.config, batch_size, gather=not self._reads_pages, **options)
         if self._reads_pages:
             raise ValueError(f'attention implementation "{paged_attention.NAME}" needs cache="paged", got {kind!r}')
         options.pop("page_size", None)
@@ -123,18 +118,21 @@ class ModelForward:
 
         Args:
             tokens: int64 [B, q], row b's tokens first, then padding of any valid id.
-            counts: tokens per row, 1 <= counts[b] <= q.
+            counts: tokens per row, 0 <= counts[b] <= q; a row without any gives no logits, or with `last_only` some that mean
+                nothing.
             cache: the rows' cache.
             last_only: logits of each row's last token alone ([B, V]) instead of all sum(counts) of them.
         """
+        if self.config._attn_implementation != self._implementation:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: attention implementation was {self._implementation!r} when this forward was made "
+                f"and is {self.config._attn_implementation!r} now; make a new decoder"
+            )
         cache.reserve(counts, tokens.shape[1])
         rows = wanted_rows(counts, tokens.shape[1], last_only, tokens.device)
         index, positions = row_positions(cache, counts, tokens.shape[1], tokens.device)
-        pages = None
-        if self._reads_pages and isinstance(cache, PagedCache):
-            pages, mask = cache.forward_of(counts, tokens.shape[1]), None
-        else:
-            mask = self._mask(cache, index)
+        pages = cache.forward_of(counts, tokens.shape[1], self._windows)
+        mask = self._mask(cache, index) if pages is None else None
         captured: list[Tensor] = []
         caller = threading.get_ident()
 
@@ -148,7 +146,7 @@ class ModelForward:
             return (hidden[None], *args[1:])
 
         # Gathering before the LM head spares the logits of padding, and keeps whatever the model does after the head.
-        with model_lock(self.model), paged_attention.serving(pages):
+        with model_lock(self.model), paged_attention.Serving(pages):
             hook = self._head.register_forward_pre_hook(gather) if self._head is not None else None
             try:
                 logits = self.model(
@@ -182,7 +180,9 @@ class ModelForward:
             and (count == 1 or cache.max_length == 0)
         ):
             return None
-        key = torch.arange(end, device=index.device)
+        key = cache.key_positions(count)
+        if key.dim() > 1:
+            key = key[:, None, None]
         dtype = self.model.dtype
         masks = {}
         for kind in self._kinds:
@@ -209,8 +209,8 @@ def row_positions(cache: RowCache, counts: list[int], width: int, device: torch.
     index = start + offset
     if all(n == width for n in counts):
         return index, index
-    last = torch.tensor(counts, dtype=torch.int64, device=device)[:, None] - 1
-    return index, start + torch.minimum(offset, last)
+    last = on_device(counts, torch.int64, device)[:, None] - 1
+    return index, start + torch.minimum(offset, last.clamp_min(0))
 
 
 def wanted_rows(counts: list[int], width: int, last_only: bool, device: torch.device) -> Tensor | None:
@@ -218,9 +218,9 @@ def wanted_rows(counts: list[int], width: int, last_only: bool, device: torch.de
     if last_only:
         if width == 1:
             return None
-        rows = [b * width + n - 1 for b, n in enumerate(counts)]
+        rows = [b * width + max(n, 1) - 1 for b, n in enumerate(counts)]
     elif all(n == width for n in counts):
         return None
     else:
         rows = [b * width + i for b, n in enumerate(counts) for i in range(n)]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return on_device(rows, torch.int64, device)

@@ -158,6 +158,8 @@ class PackedForward(ModelForward):
         if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()):
             return "parameters must be float32 on the CPU"
         config = model.config
+        if config._attn_implementation not in ("sdpa", "eager"):
+            return f"attention must be torch's own, got {config._attn_implementation!r}"
         if len(set(getattr(config, "layer_types", None) or ())) > 1:
             return "layers must be of one kind"
         # Versions are how `refresh` sees a change.

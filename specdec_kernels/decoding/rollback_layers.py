@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-from .cache import UnsupportedModel
+from .support import UnsupportedModel
 
 
 class Kind(NamedTuple):

@@ -11,13 +11,14 @@ from torch import Tensor
 from ... import Nucleus, SamplingTensors, sample
 from ...eager._rows import GREEDY_BELOW
 from ...sample import STREAM_DRAFT, STREAM_SAMPLE
-from ..cache import RowCache
-from ..forward import ModelForward, check_cache
+from ..cache import RowCache, check_cache
+from ..forward import ModelForward
 from ..packed import PackedForward
 from .base import DraftBatch, DraftContext, Drafter, StepOutcome
 
 # Models of one family round their vocabulary up differently (Qwen2.5: 151,936 and 152,064 rows for one tokenizer).
 _PADDING = 1024
+_PIECE = 64  # tokens fed at once at least
 
 
 class DraftModelDrafter(Drafter):
@@ -35,8 +36,8 @@ class DraftModelDrafter(Drafter):
             its last id: worse drafts behind them, the same law of the text.
         packed: "auto" uses the packed CPU forward where it fits, True requires it, False leaves the model's own.
         cache, page_size: of the draft model, as in `SpeculativeDecoder`.
-        budget: the draft model reads the last `budget` tokens, and the first `sinks`, and a paged cache keeps no more of them
-            beyond whole pages; None: all. Worse drafts for long texts, less memory; the law of the text is the same.
+        budget: the draft model reads the last `budget` tokens and the first `sinks` alone; a paged cache then keeps and gathers
+            no more of them, beyond whole pages. None: all. Worse drafts for long texts; the law of the text is the same.
         sinks: see `budget`.
 
     Raises:
@@ -56,8 +57,8 @@ class DraftModelDrafter(Drafter):
         self.cache, self.page_size = check_cache("DraftModelDrafter", cache, page_size), page_size
         if budget is not None and not (isinstance(budget, int) and budget >= 1):
             raise ValueError(f"DraftModelDrafter: budget must be an int >= 1 or None, got {budget!r}")
-        if not isinstance(sinks, int) or sinks < 0:
-            raise ValueError(f"DraftModelDrafter: sinks must be an int >= 0, got {sinks!r}")
+        if not isinstance(sinks, int) or sinks < 0 or (sinks and budget is None):
+            raise ValueError(f"DraftModelDrafter: sinks must be an int >= 0, and 0 without a budget, got {sinks!r}")
         self.budget, self.sinks = budget, sinks
         self._cache: RowCache = self._new_cache(0, 1)
         self._greedy = False
@@ -94,7 +95,7 @@ class DraftModelDrafter(Drafter):
 
     def begin(self, prompts: Sequence[Sequence[int]], params: SamplingTensors, max_tokens: int) -> None:
         self.forward.refresh()
-        self._cache = self._new_cache(len(prompts), max_tokens)
+        self._cache, self._committed = self._new_cache(len(prompts), max_tokens), []
         self._greedy = not bool((params.temperature >= GREEDY_BELOW).any())
 
     def _new_cache(self, batch_size: int, capacity: int) -> RowCache:
@@ -156,19 +157,22 @@ class DraftModelDrafter(Drafter):
     def _catch_up(self, tokens: list[list[int]]) -> Tensor:
         """Feeds what the cache lacks of each request; logits of the next token, [B, columns]."""
         missing = [t[n:] for t, n in zip(tokens, self._cache.lengths, strict=True)]
-        width = max(len(m) for m in missing)
-        feed = torch.tensor(
-            [m + [0] * (width - len(m)) for m in missing], dtype=torch.int64, device=self.forward.device
-        )
-        return self._forward(feed, [len(m) for m in missing])
+        # A long prompt goes in pieces, so that a paged cache never holds much more than its budget.
+        piece = max(self.budget, _PIECE) if self.budget is not None else max(map(len, missing))
+        while max(map(len, missing)) > piece:
+            now = [m[: min(piece, len(m) - 1)] for m in missing]
+            self._forward(self._padded(now), [len(m) for m in now])
+            self._cache.evict()
+            missing = [m[len(n) :] for m, n in zip(missing, now, strict=True)]
+        return self._forward(self._padded(missing), [len(m) for m in missing])
+
+    def _padded(self, rows: list[list[int]]) -> Tensor:
+        width = max(map(len, rows))
+        return torch.tensor([r + [0] * (width - len(r)) for r in rows], dtype=torch.int64, device=self.forward.device)
 
     def _forward(self, feed: Tensor, counts: list[int]) -> Tensor:
-        feed = feed.clamp(max=self._last_id)
-        ahead = None
-        if len(set(counts)) > 1:
-            ahead = torch.tensor(counts, dtype=torch.int64, device=feed.device)
-        logits = self.forward(feed, counts, self._cache, last_only=True).logits
-        self._cache.advance(counts, ahead)
+        logits = self.forward(feed.clamp(max=self._last_id), counts, self._cache, last_only=True).logits
+        self._cache.advance(counts)
         self.calls += 1
         return logits[:, : self._columns]
 
