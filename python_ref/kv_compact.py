@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from .paged_cache import is_page
+
 
 def kv_compact(
     caches: list[Tensor],
@@ -9,9 +11,10 @@ def kv_compact(
     seq_lens: Tensor,
     block_table: Tensor | None = None,
     slots: Tensor | None = None,
+    null_page: int = -1,
 ) -> list[Tensor]:
     """Arguments as `specdec_kernels.kv_compact`, which works in place; here the caches are left alone and copies returned."""
-    return [_compact(cache, path.tolist(), seq_lens.tolist(), block_table, slots) for cache in caches]
+    return [_compact(cache, path.tolist(), seq_lens.tolist(), block_table, slots, null_page) for cache in caches]
 
 
 def moves(path: list[int]) -> list[tuple[int, int]]:
@@ -20,19 +23,21 @@ def moves(path: list[int]) -> list[tuple[int, int]]:
     return [(node, i) for i, node in enumerate(path) if node > before[i] and node > i + 1]
 
 
-def _compact(cache: Tensor, paths: list, seq_lens: list, block_table: Tensor | None, slots: Tensor | None) -> Tensor:
+def _compact(
+    cache: Tensor, paths: list, seq_lens: list, block_table: Tensor | None, slots: Tensor | None, null_page: int
+) -> Tensor:
     before, after = cache.clone(), cache.clone()
     for b, (path, root) in enumerate(zip(paths, seq_lens, strict=True)):
         for node, i in moves(path):
-            source = _place(cache, b, root + node, block_table, slots)
-            destination = _place(cache, b, root + 1 + i, block_table, slots)
+            source = _place(cache, b, root + node, block_table, slots, null_page)
+            destination = _place(cache, b, root + 1 + i, block_table, slots, null_page)
             if source is not None and destination is not None:
                 after[destination] = before[source]
     return after
 
 
 def _place(
-    cache: Tensor, b: int, position: int, block_table: Tensor | None, slots: Tensor | None
+    cache: Tensor, b: int, position: int, block_table: Tensor | None, slots: Tensor | None, null_page: int
 ) -> tuple[int, int] | None:
     """(page, offset) of a logical position of request b, or None if it has no place."""
     pages, page_size = cache.shape[:2]
@@ -41,4 +46,4 @@ def _place(
     else:
         block, offset = divmod(position, page_size)
         page = int(block_table[b, block]) if 0 <= block < block_table.shape[1] else -1
-    return (page, offset) if 0 <= page < pages and 0 <= offset < page_size else None
+    return (page, offset) if is_page(page, pages, null_page) and 0 <= offset < page_size else None

@@ -4,7 +4,7 @@ Releases happen one after another, as those of `kv_rollback`: requests ascending
 first.
 """
 
-from .paged_cache import BAD_PAGE, blocks, release
+from .paged_cache import BAD_PAGE, blocks, release, requests
 
 
 def kv_evict(
@@ -16,18 +16,21 @@ def kv_evict(
     page_size: int,
     sinks: int = 0,
     ref_counts: list[int] | None = None,
+    slots: list[int] | None = None,
+    null_page: int = -1,
 ) -> list[int]:
     """Arguments as `specdec_kernels.kv_evict`, as lists and changed in place; returns the status of each request."""
     num_free[0] = min(max(num_free[0], 0), len(free_pages))
-    status = [0] * len(seq_lens)
-    for b, row in enumerate(block_table):
+    status = [0] * len(seq_lens if slots is None else slots)
+    for b, r in requests(slots, len(block_table)):
+        row = block_table[r]
         # Blocks first .. end - 1 hold neither sinks nor any of the last tokens.
-        first, end = blocks(sinks, page_size), max(seq_lens[b] - keep_last, 0) // page_size
+        first, end = blocks(sinks, page_size), max(seq_lens[r] - keep_last, 0) // page_size
         if end > max(first, len(row)):
             status[b] |= BAD_PAGE
         for block in reversed(range(first, min(end, len(row)))):
-            if row[block] == -1:  # evicted earlier, and with it all blocks before it
+            if row[block] == null_page:  # evicted earlier, and with it all blocks before it
                 break
-            status[b] |= release(row[block], free_pages, num_free, ref_counts)
-            row[block] = -1
+            status[b] |= release(row[block], free_pages, num_free, ref_counts, null_page)
+            row[block] = null_page
     return status

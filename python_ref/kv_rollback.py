@@ -4,7 +4,7 @@ Releases happen one after another: requests ascending, within a request from its
 give them back first to last.
 """
 
-from .paged_cache import BAD_PAGE, EVICTED, blocks, release
+from .paged_cache import BAD_PAGE, EVICTED, blocks, is_page, release, requests
 
 
 def kv_rollback(
@@ -17,32 +17,36 @@ def kv_rollback(
     ref_counts: list[int] | None = None,
     window: int | None = None,
     sinks: int = 0,
+    slots: list[int] | None = None,
+    null_page: int = -1,
 ) -> list[int]:
     """Arguments as `specdec_kernels.kv_rollback`, as lists and changed in place; returns the status of each request."""
     num_free[0] = min(max(num_free[0], 0), len(free_pages))
-    status = [0] * len(seq_lens)
-    for b, seq_len in enumerate(seq_lens):
-        row = block_table[b]
-        old = max(seq_len, 0)
+    status = [0] * len(num_rejected)
+    for b, r in requests(slots, len(block_table)):
+        row = block_table[r]
+        old = max(seq_lens[r], 0)
         rejected = min(max(num_rejected[b], 0), old)
         if rejected == 0:
             continue
         new = old - rejected
-        if window is not None and _reaches_evicted(row, new, page_size, len(free_pages), window, sinks):
+        if window is not None and _reaches_evicted(row, new, page_size, len(free_pages), window, sinks, null_page):
             status[b] = EVICTED
             continue
-        seq_lens[b] = new
+        seq_lens[r] = new
         for block in reversed(range(blocks(new, page_size), blocks(old, page_size))):
             if block >= len(row):
                 status[b] |= BAD_PAGE
                 continue
-            if window is None or row[block] != -1:
-                status[b] |= release(row[block], free_pages, num_free, ref_counts)
-            row[block] = -1
+            if window is None or row[block] != null_page:
+                status[b] |= release(row[block], free_pages, num_free, ref_counts, null_page)
+            row[block] = null_page
     return status
 
 
-def _reaches_evicted(row: list[int], new: int, page_size: int, pages: int, window: int, sinks: int) -> bool:
+def _reaches_evicted(
+    row: list[int], new: int, page_size: int, pages: int, window: int, sinks: int, null_page: int
+) -> bool:
     """Whether a request of `new` tokens needs a block that is gone: one that its next token reads, which is at position `new`
     and reads from new - window + 1 on, or the partly filled one that the token is written to.
 
@@ -55,4 +59,4 @@ def _reaches_evicted(row: list[int], new: int, page_size: int, pages: int, windo
     reached = max(max(new - window + 1, 0) // page_size, blocks(sinks, page_size))
     if reached >= blocks(new, page_size):
         return False
-    return reached >= len(row) or not 0 <= row[reached] < pages
+    return reached >= len(row) or not is_page(row[reached], pages, null_page)

@@ -40,8 +40,8 @@ def vector(
         and value.dim() == 1
         and value.dtype in dtypes
         and value.device == device
-        and (value.shape[0] >= size if at_least else value.shape[0] == size)
-        and (value.shape[0] <= 1 or value.stride(0) == 1)
+        and ((n := value.shape[0]) >= size if at_least else (n := value.shape[0]) == size)
+        and (n <= 1 or value.stride(0) == 1)
     ):
         return
     if isinstance(value, Tensor) and value.dim() == 1 and value.shape[0] > 1 and value.stride(0) != 1:

@@ -52,24 +52,28 @@ SCHEMAS = {
     "kv_rollback": (
         "(Tensor(a!) seq_lens, Tensor num_rejected, Tensor(b!) block_table, Tensor(c!) free_pages, Tensor(d!) num_free, "
         # window: 0 is none.
-        "Tensor(e!)? ref_counts, int page_size, int window, int sinks, Tensor(f!) status) -> ()"
+        "Tensor(e!)? ref_counts, Tensor? slots, int page_size, int null_page, int window, int sinks, "
+        "Tensor(f!) status) -> ()"
     ),
     "kv_evict": (
         "(Tensor seq_lens, int keep_last, Tensor(a!) block_table, Tensor(b!) free_pages, Tensor(c!) num_free, "
-        "Tensor(d!)? ref_counts, int page_size, int sinks, Tensor(e!) status) -> ()"
+        "Tensor(d!)? ref_counts, Tensor? slots, int page_size, int null_page, int sinks, Tensor(e!) status) -> ()"
     ),
     "kv_append_slots": (
         "(Tensor(a!) seq_lens, Tensor num_new, Tensor(b!) block_table, Tensor free_pages, Tensor(c!) num_free, "
-        "Tensor(d!)? ref_counts, int page_size, "
-        "Tensor(e!) slots, Tensor(f!) copy_src, Tensor(g!) copy_dst, Tensor(h!) status) -> ()"
+        "Tensor(d!)? ref_counts, Tensor? slots, int page_size, int null_page, "
+        # token_slots: `slots` of the AppendOutput.
+        "Tensor(e!) token_slots, Tensor(f!) copy_src, Tensor(g!) copy_dst, Tensor(h!) status) -> ()"
     ),
     "kv_scrub": (
         # Without seq_lens, num_rejected and block_table the pages that went back to the free list alone.
         "(Tensor(a!)[] caches, Tensor free_pages, Tensor before, Tensor num_free, Tensor? seq_lens, Tensor? num_rejected, "
-        "Tensor? block_table, Tensor? ref_counts) -> ()"
+        "Tensor? block_table, Tensor? ref_counts, Tensor? slots, int null_page) -> ()"
     ),
     "kv_copy_pages": "(Tensor(a!)[] caches, Tensor src, Tensor dst) -> ()",
-    "kv_compact": ("(Tensor(a!)[] caches, Tensor path, Tensor seq_lens, Tensor? block_table, Tensor? slots) -> ()"),
+    "kv_compact": (
+        "(Tensor(a!)[] caches, Tensor path, Tensor seq_lens, Tensor? block_table, Tensor? slots, int null_page) -> ()"
+    ),
     "state_select": (
         # Without `out` the states are moved in place.
         "(Tensor(a!)[] states, Tensor(b!)[] out, Tensor num_accepted, Tensor? indices) -> ()"

@@ -32,6 +32,8 @@ def kv_append_slots(
     page_size: int,
     *,
     ref_counts: Tensor | None = None,
+    slots: Tensor | None = None,
+    null_page: int = -1,
     max_new: int,
     out: AppendOutput | None = None,
     backend: str = "auto",
@@ -49,21 +51,28 @@ def kv_append_slots(
     length, table and counts, and takes no page from a later one that does fit.
 
     Args:
-        seq_lens: int32 [B], tokens of each request in the cache; updated. Below 0 counts as 0.
+        seq_lens: int32 [B], or [R] with `slots`: tokens of each request in the cache; updated. Below 0 counts as 0.
         num_new: int32 [B], clamped to 0..max_new. A request with 0 is untouched, whatever its table holds.
-        block_table: int32 [B, M], M >= 1, the page of each request's m-th block, -1 where there is none; updated. Rows may be
-            strided.
+        block_table: int32 [B, M], M >= 1, or [R, M] with `slots`: the page of each request's m-th block, `null_page` where there
+            is none; updated. Rows may be strided.
         free_pages: int32 [P], P >= 1, a stack of the pages that nobody holds, its top at entry num_free - 1.
         num_free: int32 [1], clamped to 0..P; updated.
         page_size: tokens of a page, 1..2^31 - 1.
         ref_counts: int32 [P], entries of block tables that hold each page (a prefix cache's own hold counts as one); updated.
             None: each page has one holder.
-        max_new: columns of `slots`, 1..2^20 - 1.
+        slots: int32/int64 [B], distinct, where the tables are those of all requests that an engine has: request b's length and
+            pages are seq_lens[slots[b]] and block_table[slots[b]], of R >= 1 rows; the other arguments and all outputs stay
+            [B], and the batch's order decides. A slot outside 0..R - 1 skips its request, as -1 does a padded row of a CUDA
+            graph: none of it is looked at and it gets nothing, with status 0. A slot given twice is the caller's error: results
+            are undefined, but nothing outside the tables is written. None: row b.
+        null_page: the entry of a block table that stands for no page, read and written: -1, or a page in 0..P - 1 that is given
+            up for it, as vLLM does block 0, and is then never pushed, handed out, counted or written.
+        max_new: columns of the output's `slots`, 1..2^20 - 1.
         out: an AppendOutput of the same shapes to write into; every element is written.
 
     Returns:
         AppendOutput. Its status: TABLE_FULL and OUT_OF_PAGES say what was missing; BAD_PAGE: the partly filled block, or an
-        entry of the free list, is no page of the cache.
+        entry of the free list, is no page of the cache, or is `null_page`.
 
     Raises:
         ValueError: an argument of the wrong shape, dtype, device or range; nothing is written then.
@@ -82,13 +91,15 @@ def kv_append_slots(
     ([9], [[5, 2, 7, -1]], [3])
     """
     op = "kv_append_slots"
-    B, device = _paged_cache.check(op, seq_lens, block_table, free_pages, num_free, ref_counts, page_size)
+    B, device = _paged_cache.check(
+        op, seq_lens, block_table, free_pages, num_free, ref_counts, page_size, slots, null_page
+    )
     _checks.vector(op, "num_new", num_new, _paged_cache.I32, B, "B", device)
     _paged_cache.whole_number(op, "max_new", max_new, 2**20)
     out = _outputs(op, out, B, max_new, device)
     if B:
         run = _backends.op(op, _backends.resolve(op, backend, device))
-        run(seq_lens, num_new, block_table, free_pages, num_free, ref_counts, page_size, *out)
+        run(seq_lens, num_new, block_table, free_pages, num_free, ref_counts, slots, page_size, null_page, *out)
     return out
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _backends, _checks
+from . import _backends, _checks, _paged_cache
 
 
 def kv_compact(
@@ -18,6 +18,7 @@ def kv_compact(
     block_table: Tensor | None = None,
     page_size: int | None = None,
     slots: Tensor | None = None,
+    null_page: int = -1,
     backend: str = "auto",
 ) -> None:
     """Moves the accepted nodes of each request's tree, in every layer's cache and in place, so that the accepted text lies
@@ -41,10 +42,12 @@ def kv_compact(
         block_table: int32/int64 [B, W], rows contiguous, or None for contiguous caches.
         page_size: None takes the caches' second dimension; where it is given, a cache in another layout is an error.
         slots: int32/int64 [B], row of each request in contiguous caches; None: row b.
+        null_page: the entry of the block table that stands for no page, as in `kv_append_slots`: -1, or with a block table one of
+            the caches' pages, which is then neither read nor written.
 
     Only what moves is read or written. A node already in its place, an entry of `path` that is not above the one before it and
-    above i, and a position without a place (behind the block table or the row; a block or slot of -1, or past the end) are
-    skipped. Requests must not share what is written: a shared page is copied first.
+    above i, and a position without a place (behind the block table or the row; a block or slot of -1, or past the end;
+    `null_page`) are skipped. Requests must not share what is written: a shared page is copied first.
 
     Raises:
         ValueError: an argument of the wrong shape, dtype, device or range; nothing is written then.
@@ -67,6 +70,8 @@ def kv_compact(
     _checks.vector(op, "seq_lens", seq_lens, _checks.INDEX_DTYPES, B, "B", device)
     if page_size is not None and block_table is None:
         _checks.fail(op, "page_size", "None without a block_table", page_size)
+    if null_page != -1 and block_table is None:
+        _checks.fail(op, "null_page", "-1 without a block_table", null_page)
     if block_table is not None:
         fits = isinstance(block_table, Tensor) and block_table.dim() == 2 and block_table.shape[0] == B
         if not fits or block_table.dtype not in _checks.INDEX_DTYPES or block_table.device != device:
@@ -81,6 +86,8 @@ def kv_compact(
     groups = _checks.alike(caches)
     for i in (members[0] for members in groups):
         _checks.cache(op, f"caches[{i}]", caches[i], " (contiguous: B rows of T tokens)")
+        if block_table is not None:
+            _paged_cache.check_null_page(op, null_page, caches[i].shape[0], "pages")
         page = caches[0].shape[1] if page_size is None else page_size
         if block_table is not None and caches[i].shape[1] != page:
             _checks.fail(op, f"caches[{i}]", f"of page_size={page} tokens a page in dimension 1", caches[i])
@@ -91,4 +98,4 @@ def kv_compact(
     run, path = _backends.op(op, _backends.resolve(op, backend, device)), path.contiguous()
     for members in groups:
         if caches[members[0]].numel():
-            run([caches[i] for i in members], path, seq_lens, block_table, slots)
+            run([caches[i] for i in members], path, seq_lens, block_table, slots, null_page)

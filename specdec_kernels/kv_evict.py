@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from . import _backends, _checks, _paged_cache
+from . import _backends, _paged_cache
 from .kv_scrub import check_scrub, kv_scrub
 
 
@@ -21,6 +20,8 @@ def kv_evict(
     *,
     sinks: int = 0,
     ref_counts: Tensor | None = None,
+    slots: Tensor | None = None,
+    null_page: int = -1,
     scrub: Sequence[Tensor] | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -30,10 +31,10 @@ def kv_evict(
 
         ceil(sinks / page_size) <= m    and    (m + 1) * page_size <= seq_lens[b] - keep_last
 
-    become -1 in the table while their pages are released as those of `kv_rollback` are: requests ascending, within a request
-    from its last such block to its first, a page that others hold losing one count. Lengths stay: positions and slots are those
-    of the whole text. It stops at the first entry that is -1, as what lies before it was evicted earlier, so a call costs what it
-    evicts and the length does not matter. It does not come back for what an earlier call kept as sinks.
+    become `null_page` in the table while their pages are released as those of `kv_rollback` are: requests ascending, within a
+    request from its last such block to its first, a page that others hold losing one count. Lengths stay: positions and slots
+    are those of the whole text. It stops at the first entry that is `null_page`, as what lies before it was evicted earlier, so
+    a call costs what it evicts and the length does not matter. It does not come back for what an earlier call kept as sinks.
 
     How many tokens to keep:
 
@@ -43,16 +44,23 @@ def kv_evict(
     - A budget of k tokens for a drafter's cache, of which a step takes at most d back: k, and `window=k - d` for `kv_rollback`.
 
     Args:
-        seq_lens: int32 [B], tokens of each request in the cache, evicted ones included. Below 0 counts as 0.
+        seq_lens: int32 [B], or [R] with `slots`: tokens of each request in the cache, evicted ones included. Below 0 counts as 0.
         keep_last: last tokens that stay, 1..2^31 - 1.
-        block_table: int32 [B, M], M >= 1, the page of each request's m-th block, -1 where there is none; updated. Rows may be
-            strided.
+        block_table: int32 [B, M], M >= 1, or [R, M] with `slots`: the page of each request's m-th block, `null_page` where there
+            is none; updated. Rows may be strided.
         free_pages: int32 [P], P >= 1, a stack of the pages that nobody holds, its top at entry num_free - 1; updated.
         num_free: int32 [1], clamped to 0..P; updated.
         page_size: tokens of a page, 1..2^31 - 1.
         sinks: first tokens that stay, 0..2^31 - 1; the same at every call.
         ref_counts: int32 [P], entries of block tables that hold each page (a prefix cache's own hold counts as one); updated.
             None: each page has one holder.
+        slots: int32/int64 [B], distinct, where the tables are those of all requests that an engine has: request b's length and
+            pages are seq_lens[slots[b]] and block_table[slots[b]], of R >= 1 rows; the other arguments and the status stay [B],
+            and the batch's order decides. A slot outside 0..R - 1 skips its request, as -1 does a padded row of a CUDA graph:
+            none of it is looked at and its status is 0. A slot given twice is the caller's error: results are undefined, but
+            nothing outside the tables is written. None: row b.
+        null_page: the entry of a block table that stands for no page, read and written: -1, or a page in 0..P - 1 that is given
+            up for it, as vLLM does block 0, and is then never pushed, handed out, counted or written.
         scrub: caches in which the pages that this call pushes become zero, as in `kv_rollback`; None: caches are not touched.
         out: int32 [B] to write the status into.
 
@@ -77,21 +85,20 @@ def kv_evict(
     ([[5, -1, 7, 0, 4, -1]], [3, 2])
     """
     op = "kv_evict"
-    B, device = _paged_cache.check(op, seq_lens, block_table, free_pages, num_free, ref_counts, page_size)
+    B, device = _paged_cache.check(
+        op, seq_lens, block_table, free_pages, num_free, ref_counts, page_size, slots, null_page
+    )
     _paged_cache.whole_number(op, "keep_last", keep_last, 2**31)
     _paged_cache.whole_number(op, "sinks", sinks, 2**31, start=0)
     if scrub is not None:
         check_scrub(op, scrub, free_pages.shape[0], page_size, device)
-    if out is None:
-        out = torch.empty(B, dtype=torch.int32, device=device)
-    else:
-        _checks.output(op, "out", out, torch.int32, (B,), device)
+    out = _paged_cache.status_of(op, out, B, device)
     if B:
         backend = _backends.resolve(op, backend, device)
         before = num_free.clone() if scrub else num_free
         _backends.op(op, backend)(
-            seq_lens, keep_last, block_table, free_pages, num_free, ref_counts, page_size, sinks, out
+            seq_lens, keep_last, block_table, free_pages, num_free, ref_counts, slots, page_size, null_page, sinks, out
         )
         if scrub:
-            kv_scrub(scrub, free_pages, before, num_free, backend=backend)
+            kv_scrub(scrub, free_pages, before, num_free, null_page=null_page, backend=backend)
     return out

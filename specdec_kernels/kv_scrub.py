@@ -1,4 +1,5 @@
-"""`kv_scrub`: what an op over a paged cache let go of becomes zero. Called by `kv_rollback(scrub=)`."""
+"""`kv_scrub`: what an op over a paged cache let go of becomes zero. Called by `kv_rollback(scrub=)` and
+`kv_evict(scrub=)`."""
 
 from __future__ import annotations
 
@@ -30,13 +31,15 @@ def kv_scrub(
     num_rejected: Tensor | None = None,
     block_table: Tensor | None = None,
     ref_counts: Tensor | None = None,
+    slots: Tensor | None = None,
+    null_page: int = -1,
     *,
     backend: str,
 ) -> None:
     """Zeroes in every cache the pages free_pages[before : num_free], which an op has just pushed there (`before` int32 [1] is
     the list's count from before it). Given `seq_lens`, `num_rejected` and `block_table` as `kv_rollback` left them, and its
-    `ref_counts` if it had any, also the slots from the new end to the page's end, of requests with rejected tokens and pages
-    that nobody else holds.
+    `ref_counts` and `slots` if it had any, also what lies from the new end to the page's end, of requests with rejected tokens
+    and pages that nobody else holds. Page `null_page` is nobody's.
 
     Arguments have been checked, by `check_scrub` and by the op itself. `backend` is a resolved one. Whatever the list and the
     table hold, nothing is written but pages of the caches below len(free_pages). One launch for each layout among the caches;
@@ -45,4 +48,4 @@ def kv_scrub(
     for members in _checks.alike(caches):
         if caches[members[0]].numel():
             group = [caches[i] for i in members]
-            run(group, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts)
+            run(group, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts, slots, null_page)

@@ -155,15 +155,15 @@ def _calls() -> dict:
         drafted = torch.zeros(B, candidates, dtype=torch.int64)
         sk.build_tree(torch.zeros(B, candidates), drafted, drafted, nodes, backend="triton")
 
-    def cached(op, counts, page_size=16, **options):
+    def cached(op, counts, page_size=16, slots=None, **options):
         i32 = functools.partial(torch.zeros, dtype=torch.int32)
-        refs = i32(64) if counts else None
-        op(i32(B), i32(B), i32(B, 8), i32(64), i32(1), page_size, ref_counts=refs, backend="triton", **options)
+        options |= {"ref_counts": i32(64) if counts else None, "slots": slots}
+        op(i32(B), i32(B), i32(B, 8), i32(64), i32(1), page_size, backend="triton", **options)
 
-    def evicted(counts):
+    def evicted(counts, B=64, slots=None):
         i32 = functools.partial(torch.zeros, dtype=torch.int32)
-        refs = i32(64) if counts else None
-        sk.kv_evict(i32(B), 100, i32(B, 8), i32(64), i32(1), 16, sinks=4, ref_counts=refs, backend="triton")
+        options = {"sinks": 4, "ref_counts": i32(64) if counts else None, "slots": slots}
+        sk.kv_evict(i32(B), 100, i32(B, 8), i32(64), i32(1), 16, backend="triton", **options)
 
     def layers(H, D, dtype, hnd=False):
         shape = (2 * B, H, 16, D) if hnd else (2 * B, 16, H, D)
@@ -178,9 +178,9 @@ def _calls() -> dict:
     def copied(caches, dtype=torch.int32):
         sk.kv_copy_pages(caches, torch.zeros(B, dtype=dtype), torch.zeros(B, dtype=dtype), backend="triton")
 
-    def scrubbed(caches, counts=True, tails=True):
+    def scrubbed(caches, counts=True, tails=True, slots=None):
         i32 = functools.partial(torch.zeros, dtype=torch.int32)
-        held = (i32(B), i32(B), i32(B, 8), i32(2 * B) if counts else None) if tails else ()
+        held = (i32(B), i32(B), i32(B, 8), i32(2 * B) if counts else None, slots) if tails else ()
         kv_scrub(caches, i32(2 * B), i32(1), i32(1), *held, backend="triton")
 
     def selected(**options):
@@ -230,11 +230,16 @@ def _calls() -> dict:
         "kv_rollback counts": call(cached, sk.kv_rollback, True),
         "kv_rollback window": call(cached, sk.kv_rollback, False, window=100, sinks=4),
         "kv_rollback counts window": call(cached, sk.kv_rollback, True, window=100, sinks=4),
+        "kv_rollback counts window slots": call(cached, sk.kv_rollback, True, slots=position, window=100, sinks=4),
         "kv_append_slots": call(cached, sk.kv_append_slots, False, max_new=17),
         "kv_append_slots counts": call(cached, sk.kv_append_slots, True, max_new=17),
         "kv_append_slots counts long": call(cached, sk.kv_append_slots, True, page_size=1, max_new=4096),
+        "kv_append_slots counts slots": call(cached, sk.kv_append_slots, True, slots=position, max_new=17),
         "kv_evict": call(evicted, False),
         "kv_evict counts": call(evicted, True),
+        "kv_evict counts slots": call(evicted, True, slots=torch.arange(64, dtype=torch.int32)),
+        "kv_evict counts B=8": call(evicted, True, 8),
+        "kv_evict counts B=1": call(evicted, True, 1),
         "kv_compact": call(compacted, 8, 128, bf16),
         "kv_compact HND": call(compacted, 8, 128, bf16, hnd=True),
         "kv_compact latents K=128": call(compacted, 1, 576, bf16, K=128),
@@ -247,6 +252,7 @@ def _calls() -> dict:
         "kv_scrub pages": call(scrubbed, layers(8, 128, bf16), tails=False),
         "kv_scrub": call(scrubbed, layers(8, 128, bf16), counts=False),
         "kv_scrub counts": call(scrubbed, layers(8, 128, bf16)),
+        "kv_scrub counts slots": call(scrubbed, layers(8, 128, bf16), slots=position),
         "kv_scrub HND": call(scrubbed, layers(8, 128, bf16, hnd=True)),
         "kv_scrub odd heads": call(scrubbed, [t[..., 1:] for t in layers(3, 8, torch.int8)]),
         "state_select": selected,

@@ -96,7 +96,7 @@ def prepare() -> None:
     # It computes each integer addition in 64 bits as well, to find overflows, which the noise means to have.
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
-    from specdec_kernels.triton import _pages, _pointers, kv_compact, state_select
+    from specdec_kernels.triton import _pages, _pointers, state_select
 
     pointers = _pointers.pointers
 
@@ -104,7 +104,7 @@ def prepare() -> None:
         _behind.extend(map(_extent, tensors))
         return pointers(op, tensors)
 
-    for module in (_pages, kv_compact, state_select):
+    for module in (_pages, state_select):
         module.pointers = noted_pointers
 
     launch = interpreter.GridExecutor.__call__

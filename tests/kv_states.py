@@ -22,6 +22,8 @@ class State:
     num_free: Tensor
     page_size: int
     ref_counts: Tensor | None = None
+    slots: Tensor | None = None
+    null_page: int = -1
 
     def tensors(self) -> dict[str, Tensor]:
         named = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -33,7 +35,7 @@ class State:
     def lists(self) -> dict:
         """As the oracle takes it."""
         named = {name: t.tolist() for name, t in self.tensors().items()}
-        return {"ref_counts": None, **named, "page_size": self.page_size}
+        return {"ref_counts": None, "slots": None, **named, "page_size": self.page_size, "null_page": self.null_page}
 
     def free(self) -> list[int]:
         return self.free_pages[: int(self.num_free)].tolist()
@@ -41,33 +43,17 @@ class State:
     def rollback(self, num_rejected, backend: str, **options) -> list[int]:
         return self.rollback_on_device(num_rejected, backend, **options).tolist()
 
+    def call(self, op, backend: str, **options):
+        return op(**self.tensors(), page_size=self.page_size, null_page=self.null_page, backend=backend, **options)
+
     def rollback_on_device(self, num_rejected, backend: str, **options) -> Tensor:
-        args = self.tensors()
-        refs = args.pop("ref_counts", None)
-        return sk.kv_rollback(
-            **args,
-            num_rejected=ints(num_rejected),
-            page_size=self.page_size,
-            ref_counts=refs,
-            backend=backend,
-            **options,
-        )
+        return self.call(sk.kv_rollback, backend, num_rejected=ints(num_rejected), **options)
 
     def append(self, num_new, max_new: int, backend: str, **options) -> sk.AppendOutput:
-        args = self.tensors()
-        refs = args.pop("ref_counts", None)
-        return sk.kv_append_slots(
-            **args, num_new=ints(num_new), page_size=self.page_size, ref_counts=refs, max_new=max_new, backend=backend,
-            **options,
-        )  # fmt: skip
+        return self.call(sk.kv_append_slots, backend, num_new=ints(num_new), max_new=max_new, **options)
 
     def evict(self, keep_last: int, backend: str, **options) -> list[int]:
-        args = self.tensors()
-        refs = args.pop("ref_counts", None)
-        status = sk.kv_evict(
-            **args, keep_last=keep_last, page_size=self.page_size, ref_counts=refs, backend=backend, **options
-        )
-        return status.tolist()
+        return self.call(sk.kv_evict, backend, keep_last=keep_last, **options).tolist()
 
 
 def ints(values) -> Tensor:
@@ -118,6 +104,44 @@ def damage(state: State, seed: int = 0) -> State:
         for value in (0, -2, 1, 2, 3):
             state.ref_counts[hit(state.ref_counts, 0.06)] = value
     return state
+
+
+def with_another_page(state: State) -> State:
+    """The same with one page more, the last, that nobody holds. Its count is junk."""
+    refs = None if state.ref_counts is None else torch.cat([state.ref_counts, ints([777])])
+    return state.copy(free_pages=torch.cat([state.free_pages, ints([-7])]), ref_counts=refs)
+
+
+def renumbered(pages: Tensor, P: int, null_page: int) -> Tensor:
+    """The last page takes number `null_page`, those from there on move up, and -1 becomes `null_page`."""
+    pages = torch.where((pages >= null_page) & (pages < P - 1), pages + 1, pages)
+    return torch.where(pages == -1, null_page, pages)
+
+
+def with_null_page(state: State, null_page: int) -> State:
+    """The same by other numbers, in a cache whose last page nobody holds: that one is given up for "no page" in place of -1."""
+    P, refs = state.free_pages.shape[0], state.ref_counts
+    if refs is not None:
+        refs = torch.cat([refs[:null_page], refs[P - 1 :], refs[null_page : P - 1]])
+    pages = {name: renumbered(getattr(state, name), P, null_page) for name in ("block_table", "free_pages")}
+    return state.copy(**pages, ref_counts=refs, null_page=null_page)
+
+
+def at_slots(state: State, seed: int = 0, dtype=torch.int32, skips: bool = True) -> State:
+    """The same with the requests' rows among others, which hold junk, in an order of its own. With `skips` every fourth
+    request from the second on has a slot that is no row."""
+    g = generator("slots", seed)
+    B, M = state.block_table.shape
+    R = B + 3
+    slots = torch.randperm(R, generator=g)[:B]
+    seq_lens = torch.full((R,), 987, dtype=torch.int32)
+    block_table = torch.randint(-9, state.free_pages.shape[0], (R, M), generator=g, dtype=torch.int32)
+    seq_lens[slots], block_table[slots] = state.seq_lens, state.block_table
+    if skips:
+        none = torch.tensor([-1, R, 2**31 - 1, -(2**31), *([2**40 + 1] if dtype == torch.int64 else [])])
+        none = none[torch.randint(len(none), (B,), generator=g)]
+        slots = torch.where(torch.arange(B) % 4 == 1, none, slots)
+    return state.copy(seq_lens=seq_lens, block_table=block_table, slots=slots.to(dtype))
 
 
 def assert_same_state(state: State, lists: dict, what="") -> None:

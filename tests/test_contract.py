@@ -51,7 +51,7 @@ def op_arguments(name: str, full: bool) -> tuple:
         return (torch.randn(N, 6), index + torch.arange(6).to(index), index, *outputs)
     if name in ("kv_rollback", "kv_append_slots", "kv_evict"):
         state = make_state([5, 0, 9], 4, 4, share=0.5)
-        given = (state.free_pages, state.num_free, opt(state.ref_counts), 4)
+        given = (state.free_pages, state.num_free, opt(state.ref_counts), slots, 4, 7 if full else -1)
         if name == "kv_evict":
             return (state.seq_lens, 1, state.block_table, *given, 4 if full else 0, i32(N))
         window = (6, 3) if full else (0, 0)
@@ -61,7 +61,8 @@ def op_arguments(name: str, full: bool) -> tuple:
         state = make_state([5, 0, 9], 4, 4, share=0.5)
         held = (state.seq_lens, torch.tensor([3, 0, 6], dtype=torch.int32), state.block_table, state.ref_counts)
         pages = (state.free_pages, state.num_free - 3, state.num_free)
-        return ([torch.rand(state.free_pages.shape[0], 4, 2, 4) for _ in range(2)], *pages, *map(opt, held))
+        caches = [torch.rand(state.free_pages.shape[0], 4, 2, 4) for _ in range(2)]
+        return (caches, *pages, *map(opt, held), slots, 7 if full else -1)
     if name == "kv_copy_pages":
         pages = torch.tensor([2, -1, 0]), torch.tensor([1, 2, 9])
         return ([torch.rand(N, 9, 2, 4) for _ in range(2)], *(t if full else t.int() for t in pages))
@@ -69,7 +70,14 @@ def op_arguments(name: str, full: bool) -> tuple:
         caches = [torch.rand(N, 9, 2, 4) for _ in range(2)]
         table = opt(torch.arange(N, dtype=torch.int32).view(N, 1))
         path = torch.tensor([[2, 4], [1, 3], [-1, -1]], dtype=torch.int32)
-        return (caches, path, torch.tensor([0, 3, 5]), table, None if full else torch.tensor([1, 0, 2]))
+        return (
+            caches,
+            path,
+            torch.tensor([0, 3, 5]),
+            table,
+            None if full else torch.tensor([1, 0, 2]),
+            1 if full else -1,
+        )
     if name == "state_select":
         states, indices = [torch.rand(N, 4, 5) for _ in range(2)], torch.tensor([2, 0, 3])
         out = [torch.rand(4, 5) for _ in range(2)] if full else []

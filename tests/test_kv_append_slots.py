@@ -279,3 +279,10 @@ def test_errors_name_the_argument(name, backend):
     with pytest.raises(ValueError, match="^kv_append_slots: " + message):
         sk.kv_append_slots(**call)
     assert_same_bits(tensors, before)
+
+
+def test_page_twice_on_the_free_list(backend):
+    """Its count is 1 all the same, whoever has it."""
+    state = State(ints([0, 0]), ints([[-1, -1], [-1, -1]]), ints([0, 2, 2]), ints([3]), 4, ints([0, 0, 0]))
+    assert_append_as_oracle(state, [5, 3], 5, backend)
+    assert state.block_table.tolist() == [[2, 2], [0, -1]] and state.ref_counts.tolist() == [1, 0, 1]

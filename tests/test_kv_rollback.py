@@ -120,6 +120,13 @@ def test_counts_that_are_too_small(backend):
     assert state.block_table.tolist() == [[0, -1]] * 3 + [[1, -1]]
 
 
+def test_count_at_the_end_of_its_range(backend):
+    """It does not wrap to a large one."""
+    state = State(ints([8]), ints([[0, 1]]), ints([-7] * 2), ints([0]), 4, ints([1, -(2**31)]))
+    assert_rollback_as_oracle(state, [8], backend)
+    assert state.ref_counts.tolist() == [0, -(2**31)] and state.free() == [0]
+
+
 def test_entries_that_are_no_pages(backend):
     """Nothing is released through them and nothing is read or written elsewhere; the rest of the request is."""
     table = [[0, -1, 2], [3, 4, 6], [1, 5, -2147483648], [7, 2147483647, 8]]

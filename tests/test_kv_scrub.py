@@ -415,8 +415,8 @@ def test_op_called_directly_stays_inside(native):
     op = _backends.op("kv_scrub", "native")
     count, held = ints([0]), (ints([1]), ints([1]), ints([[0]]))
     with pytest.raises(RuntimeError, match="caches must be of a page for each entry"):
-        op([torch.zeros(3, 4, 2)], ints([0] * 4), count, count, *held, None)
+        op([torch.zeros(3, 4, 2)], ints([0] * 4), count, count, *held, None, None, -1)
     with pytest.raises(RuntimeError, match="given with block_table"):
-        op([torch.zeros(4, 4, 2)], ints([0] * 4), count, count, None, None, ints([[0]]), None)
+        op([torch.zeros(4, 4, 2)], ints([0] * 4), count, count, None, None, ints([[0]]), None, None, -1)
     with pytest.raises(RuntimeError, match=r"ref_counts must be .*long enough"):
-        op([torch.zeros(4, 4, 2)], ints([0] * 4), count, count, *held, ints([0]))
+        op([torch.zeros(4, 4, 2)], ints([0] * 4), count, count, *held, ints([0]), None, -1)

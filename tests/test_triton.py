@@ -186,13 +186,13 @@ def test_an_address_behind_no_table_is_seen(monkeypatch):
     """The check that all tests here run under knows the tensors behind a table, and no others."""
     from triton.runtime.interpreter import InterpreterError
 
-    from specdec_kernels.triton import kv_compact
+    from specdec_kernels.triton import _pages
 
     caches, stranger = [torch.zeros(1, 9, 1, 8)], [torch.zeros(1, 9, 1, 8)]
     path = torch.tensor([[2]], dtype=torch.int32)
-    real = kv_compact.pointers
+    real = _pages.pointers
     monkeypatch.setattr(
-        kv_compact, "pointers", lambda op, t: real(op, t)._replace(table=torch.tensor([stranger[0].data_ptr()]))
+        _pages, "pointers", lambda op, t: real(op, t)._replace(table=torch.tensor([stranger[0].data_ptr()]))
     )
     with pytest.raises(InterpreterError, match="out of bounds"):
         sk.kv_compact(caches, path, torch.tensor([0]), backend="triton")

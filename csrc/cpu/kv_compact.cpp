@@ -13,7 +13,7 @@ struct Move {
 // Where the logical positions of requests are.
 struct Places {
   IndexView table, slots;  // the table's rows one after another
-  int64_t blocks, table_stride, pages, page_size, page_bytes, token_bytes;
+  int64_t blocks, table_stride, pages, page_size, page_bytes, token_bytes, null_page;
 
   // Bytes into a cache, or -1.
   int64_t operator()(int64_t b, int64_t position) const {
@@ -23,6 +23,7 @@ struct Places {
       const int64_t block = position / page_size;
       if (block >= blocks) return -1;
       page = table[b * table_stride + block];
+      if (page == null_page) return -1;
       offset = position % page_size;
     } else if (slots) {
       page = slots[b];
@@ -32,7 +33,8 @@ struct Places {
   }
 };
 
-void kv_compact(Tensors caches, Tensor path, Tensor seq_lens, MaybeTensor block_table, MaybeTensor slots) {
+void kv_compact(Tensors caches, Tensor path, Tensor seq_lens, MaybeTensor block_table, MaybeTensor slots,
+                int64_t null_page) {
   constexpr const char* op = "kv_compact";
   require(path.dim() == 2, op, "path", "[B, K]");
   require(!caches.empty() && (caches[0].dim() == 3 || caches[0].dim() == 4), op, "caches", "of 3 or 4 dimensions");
@@ -48,6 +50,7 @@ void kv_compact(Tensors caches, Tensor path, Tensor seq_lens, MaybeTensor block_
   place.page_size = cache.size(1);
   place.page_bytes = cache.stride(0) * size;
   place.token_bytes = cache.stride(1) * size;
+  place.null_page = null_page;
   place.slots = index_view(op, "slots", slots, batch);
   if (block_table) {
     const ScalarType type = block_table->scalar_type();

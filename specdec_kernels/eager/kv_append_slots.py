@@ -3,12 +3,36 @@
 import torch
 
 from .. import _backends
-from ._paged_cache import BAD_PAGE, OUT_OF_PAGES, TABLE_FULL, put
+from ._paged_cache import BAD_PAGE, OUT_OF_PAGES, TABLE_FULL, changing, is_page, put, rows_of
 
 
 def kv_append_slots(
-    seq_lens, num_new, block_table, free_pages, num_free, ref_counts, page_size, slots, copy_src, copy_dst, status
+    seq_lens, num_new, block_table, free_pages, num_free, ref_counts, slots, page_size, null_page, token_slots, copy_src,
+    copy_dst, status,
+) -> None:  # fmt: skip
+    asked = num_new if slots is None else num_new * rows_of(slots, seq_lens.shape[0])[1]
+    with changing(slots, seq_lens) as lengths, changing(slots, block_table) as table:
+        _append(
+            lengths, asked, table, free_pages, num_free, ref_counts, page_size, null_page, token_slots, copy_src, copy_dst,
+            status,
+        )  # fmt: skip
+
+
+def _append(
+    seq_lens,
+    num_new,
+    block_table,
+    free_pages,
+    num_free,
+    ref_counts,
+    page_size,
+    null_page,
+    slots,
+    copy_src,
+    copy_dst,
+    status,
 ) -> None:
+    """With a row of the tables for each request of the batch."""
     (B, M), P, max_new, device = block_table.shape, free_pages.shape[0], slots.shape[1], block_table.device
     old = seq_lens.long().clamp_min(0)
     asked = num_new.long().clamp(0, max_new)
@@ -18,7 +42,7 @@ def kv_append_slots(
     block = first[:, None] + torch.arange((max_new + page_size - 2) // page_size + 1, device=device)
     column = block.clamp_max(M - 1)
     entry = block_table.long().gather(1, column)
-    held = (entry >= 0) & (entry < P)
+    held = is_page(entry, P, null_page)
     written = (asked > 0)[:, None] & (block * page_size < new[:, None])
     full = (asked > 0) & (new > min(M * page_size, 2**31 - 1))
     bad = written[:, 0] & partial & ~held[:, 0]
@@ -35,7 +59,7 @@ def kv_append_slots(
         rank = fresh.cumsum(0)
         enough = rank[-1] <= top
         page = free_pages[(top - rank).clamp(0, P - 1)].long()
-        sound = (~fresh | ((page >= 0) & (page < P))).all()
+        sound = (~fresh | is_page(page, P, null_page)).all()
         taken = fresh & enough & sound
         bits[b] += torch.where(enough, torch.where(sound, 0, BAD_PAGE), OUT_OF_PAGES)[0]
         put(block_table[b], column[b], page, taken)

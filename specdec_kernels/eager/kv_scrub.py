@@ -5,25 +5,28 @@ import torch
 
 from .. import _backends
 from ._moves import bits, only
+from ._paged_cache import batch_of, is_page
 
 
-def kv_scrub(caches, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts) -> None:
+def kv_scrub(
+    caches, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts, slots, null_page
+) -> None:
     P, page_size, device = free_pages.shape[0], caches[0].shape[1], free_pages.device
     caches = [bits(cache) for cache in caches]
     start, end = before.long().clamp(0, P), num_free.long().clamp(0, P)
     place = start + torch.arange(P if block_table is None else min(P, block_table.numel()), device=device)
     page = free_pages[place.clamp_max(P - 1)].long()
-    pushed = (place < end) & (page >= 0) & (page < P)
+    pushed = (place < end) & is_page(page, P, null_page)
     (page,) = only(pushed, page)
     for cache in caches:
         cache[page] = torch.where(pushed.any(), 0, cache[page[:1]])
 
     if block_table is None:
         return
-    new, M = seq_lens.long(), block_table.shape[1]
+    new, table, M = batch_of(slots, seq_lens).long(), batch_of(slots, block_table), block_table.shape[1]
     block, kept = new // page_size, new % page_size
-    page = block_table.long().gather(1, block.clamp(0, M - 1)[:, None])[:, 0]
-    cut = (num_rejected > 0) & (new > 0) & (kept > 0) & (block < M) & (page >= 0) & (page < P)
+    page = table.gather(1, block.clamp(0, M - 1)[:, None])[:, 0].long()
+    cut = (num_rejected > 0) & (new > 0) & (kept > 0) & (block < M) & is_page(page, P, null_page)
     if ref_counts is not None:
         cut = cut & (ref_counts[torch.where(cut, page, 0)] <= 1)
     page, kept = only(cut, page, kept)

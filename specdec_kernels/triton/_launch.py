@@ -158,7 +158,19 @@ def kept_tensor(make: Callable[[], Tensor], device: torch.device) -> Tensor:
         return thread.submit(run).result()
 
 
-INTEGERS = ("row_status", "row_token", "peak", "path_node", "path_status", "path_argmax", "walked", "taken")
+INTEGERS = (
+    "row_status",
+    "row_token",
+    "peak",
+    "path_node",
+    "path_status",
+    "path_argmax",
+    "walked",
+    "taken",
+    "ends",
+    "tops",
+    "queue",
+)
 
 
 def _room(size: int) -> int:

@@ -5,14 +5,14 @@ import triton.language as tl
 
 from ._launch import OPTIONS, power_of_2
 from ._moves import words_at
-from ._pointers import pointers, word_of
+from ._pages import tokens_of
 
 IN_FLIGHT = 2048
 """Words that a program holds between reading and writing: eight a thread."""
 
 
 @triton.jit
-def _place(position, row, blocks, width, pages, length, page_stride, token_stride, PAGE: tl.constexpr):
+def _place(position, row, blocks, width, pages, null_page, length, page_stride, token_stride, PAGE: tl.constexpr):
     """(words into a cache, whether they are there) of logical positions. PAGE > 0: pages of so many tokens, found by the
     request's `width` blocks; else the cache's row `row` of `length` tokens."""
     there = position >= 0
@@ -20,6 +20,7 @@ def _place(position, row, blocks, width, pages, length, page_stride, token_strid
         block = position // PAGE
         there = there & (block < width)
         page = tl.load(blocks + tl.where(there, block, 0), mask=there, other=-1).to(tl.int64)
+        there = there & (page != null_page)
         offset = position % PAGE
     else:
         there = there & (position < length)
@@ -28,9 +29,9 @@ def _place(position, row, blocks, width, pages, length, page_stride, token_strid
     return page * page_stride + offset * token_stride, there & (page >= 0) & (page < pages)
 
 
-@triton.jit(do_not_specialize=["K", "caches", "pieces", "width", "pages", "length"])
+@triton.jit(do_not_specialize=["K", "caches", "pieces", "width", "pages", "null_page", "length"])
 def kv_compact_kernel(
-    table, path, seq_lens, block_table, slots, caches, pieces, K, width, pages, length,
+    table, path, seq_lens, block_table, slots, caches, pieces, K, width, pages, null_page, length,
     table_stride, page_stride, token_stride, head_stride, token_words,
     HEAD: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, WORD: tl.constexpr, WIDE: tl.constexpr,
     PAGE: tl.constexpr, SLOTS: tl.constexpr,
@@ -62,11 +63,11 @@ def kv_compact_kernel(
         before = tl.load(path + b * K + i - 1, mask=(i > 0) & (i < K), other=0)
         moves = (node > before) & (node > i + 1)
         source, is_there = _place(
-            tl.where(moves, root + node, -1), row, blocks, width, pages, length, page_stride, token_stride, PAGE
-        )
+            tl.where(moves, root + node, -1), row, blocks, width, pages, null_page, length, page_stride, token_stride, PAGE
+        )  # fmt: skip
         destination, has_place = _place(
-            tl.where(moves, root + 1 + i, -1), row, blocks, width, pages, length, page_stride, token_stride, PAGE
-        )
+            tl.where(moves, root + 1 + i, -1), row, blocks, width, pages, null_page, length, page_stride, token_stride, PAGE
+        )  # fmt: skip
         moves = is_there & has_place
         if tl.max(moves.to(tl.int32), 0) > 0:
             real = moves[:, None] & inside[None, :]
@@ -75,25 +76,17 @@ def kv_compact_kernel(
             tl.store(base + (destination[:, None] + at[None, :]), values, mask=real)
 
 
-def kv_compact(caches, path, seq_lens, block_table, slots) -> None:
+def kv_compact(caches, path, seq_lens, block_table, slots, null_page) -> None:
     cache, (B, K) = caches[0], path.shape
-    size = cache.element_size()
-    heads, head_stride = (cache.shape[2], cache.stride(2)) if cache.dim() == 4 else (1, 0)
-    head = cache.shape[-1]
-    if heads == 1 or head_stride == head:
-        heads, head, head_stride = 1, heads * head, 0
-    strides = [stride * size for stride in (cache.stride(0), cache.stride(1), head_stride)]
-    found = pointers("kv_compact", caches)
-    word, wide = word_of(found.bits | strides[0] | strides[1] | strides[2] | head * size)
-    head = head * size // word
+    table, heads, head, word, wide, strides = tokens_of("kv_compact", caches)
     rows = min(power_of_2(K), 32)
     piece = min(power_of_2(heads * head), IN_FLIGHT // rows)
     pieces = -(-heads * head // piece)
     paged = block_table is not None
     kv_compact_kernel[(B * len(caches) * pieces,)](
-        found.table, path, seq_lens, block_table if paged else path, slots if slots is not None else path,
-        len(caches), pieces, K, block_table.shape[1] if paged else 0, cache.shape[0], cache.shape[1],
-        block_table.stride(0) if paged else 0, *(stride // word for stride in strides), heads * head,
+        table, path, seq_lens, block_table if paged else path, slots if slots is not None else path,
+        len(caches), pieces, K, block_table.shape[1] if paged else 0, cache.shape[0], null_page,
+        cache.shape[1], block_table.stride(0) if paged else 0, *strides, heads * head,
         HEAD=head if heads > 1 else 0, ROWS=rows, PIECE=piece, WORD=word, WIDE=wide, PAGE=cache.shape[1] if paged else 0,
         SLOTS=slots is not None, **OPTIONS,
     )  # fmt: skip

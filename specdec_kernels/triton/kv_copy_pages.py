@@ -5,12 +5,13 @@ import triton.language as tl
 
 from ._launch import OPTIONS
 from ._moves import words_at
-from ._pages import LANES, first_of, offsets, pages_of, turn_after
+from ._paged_cache import LANES
+from ._pages import first_of, offsets, pages_of, turn_after
 
 
 @triton.jit(do_not_specialize=["N", "shares", "pieces", "pages"])
 def kv_copy_pages_kernel(
-    table, src, dst, N, shares, pieces, pages, words, page_stride, far, near,
+    table, src, dst, N, shares, pieces, pages, words, page_stride, row_stride, run_stride,
     RUN: tl.constexpr, INNER: tl.constexpr, ROW: tl.constexpr, DENSE: tl.constexpr,
     PIECE: tl.constexpr, WORD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +33,7 @@ def kv_copy_pages_kernel(
                 to_page = base + tl.load(dst + start + i).to(tl.int64) * page_stride
                 for piece in range(turn.to(tl.int64), pieces, shares):
                     word = piece * PIECE + tl.arange(0, PIECE)
-                    at = offsets(word, far, near, RUN, INNER, ROW, DENSE)
+                    at = offsets(word, row_stride, run_stride, RUN, INNER, ROW, DENSE)
                     values = tl.load(from_page + at, mask=word < words)
                     tl.store(to_page + at, values, mask=word < words)
             turn = turn_after(turn, pieces, shares)
@@ -43,6 +44,6 @@ def kv_copy_pages(caches, src, dst) -> None:
     p = pages_of("kv_copy_pages", caches)
     options = {name: value for name, value in p.options.items() if name != "TOKENS_OUTSIDE"}
     kv_copy_pages_kernel[(p.shares * len(caches),)](
-        p.table, src, dst, src.shape[0], p.shares, p.pieces, caches[0].shape[0], p.words, p.page_stride, p.far, p.near,
-        **options, **OPTIONS,
+        p.table, src, dst, src.shape[0], p.shares, p.pieces, caches[0].shape[0], p.words, p.page_stride,
+        p.row_stride, p.run_stride, **options, **OPTIONS,
     )  # fmt: skip

@@ -5,13 +5,14 @@ import triton.language as tl
 
 from ._launch import OPTIONS
 from ._moves import words_at
-from ._pages import LANES, first_of, offsets, pages_of, turn_after
+from ._paged_cache import LANES, is_page, row_of
+from ._pages import first_of, offsets, pages_of, turn_after
 
 
-@triton.jit(do_not_specialize=["B", "M", "P", "shares", "pieces", "page_size"])
+@triton.jit(do_not_specialize=["null_page", "B", "rows", "M", "P", "shares", "pieces", "page_size"])
 def kv_scrub_kernel(
-    table, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts,
-    table_stride, B, M, P, shares, pieces, page_size, words, page_stride, far, near,
+    table, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts, slots, null_page,
+    table_stride, B, rows, M, P, shares, pieces, page_size, words, page_stride, row_stride, run_stride,
     RUN: tl.constexpr, INNER: tl.constexpr, ROW: tl.constexpr, DENSE: tl.constexpr, TOKENS_OUTSIDE: tl.constexpr,
     PIECE: tl.constexpr, WORD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -25,9 +26,9 @@ def kv_scrub_kernel(
     pushed = tl.minimum(tl.maximum(tl.load(num_free), 0), P) - first
     for item in range(share.to(tl.int64), pushed.to(tl.int64) * pieces, shares):
         page = tl.load(free_pages + first + item // pieces)
-        if (page >= 0) & (page < P):
+        if is_page(page, P, null_page):
             word = item % pieces * PIECE + tl.arange(0, PIECE)
-            at = page.to(tl.int64) * page_stride + offsets(word, far, near, RUN, INNER, ROW, DENSE)
+            at = page.to(tl.int64) * page_stride + offsets(word, row_stride, run_stride, RUN, INNER, ROW, DENSE)
             tl.store(base + at, zeros, mask=word < words)
 
     if block_table is not None:
@@ -35,19 +36,23 @@ def kv_scrub_kernel(
         turn = share
         for start in range(0, B, LANES):
             b = start + lane
-            new = tl.load(seq_lens + b, mask=b < B, other=0)
+            row, there = row_of(slots, b, b < B, rows)
+            new = tl.load(seq_lens + row, mask=there, other=0)
             rejected = tl.load(num_rejected + b, mask=b < B, other=0)
             block = new // page_size
             cut = (rejected > 0) & (new > 0) & (new % page_size != 0) & (block < M)
-            page = tl.load(block_table + b.to(tl.int64) * table_stride + block, mask=cut, other=-1)
-            cut = cut & (page >= 0) & (page < P)
+            page = tl.load(block_table + row.to(tl.int64) * table_stride + block, mask=cut, other=-1)
+            cut = cut & is_page(page, P, null_page)
             if ref_counts is not None:
                 cut = cut & (tl.load(ref_counts + page, mask=cut, other=2) <= 1)
             i = first_of(cut, lane)
             while i < LANES:
                 if turn < pieces:
-                    length = tl.load(seq_lens + start + i)
-                    entry = (start + i).to(tl.int64) * table_stride + length // page_size
+                    found = start + i
+                    if slots is not None:
+                        found = tl.load(slots + found).to(tl.int32)
+                    length = tl.load(seq_lens + found)
+                    entry = found.to(tl.int64) * table_stride + length // page_size
                     at_page = base + tl.load(block_table + entry).to(tl.int64) * page_stride
                     for piece in range(turn.to(tl.int64), pieces, shares):
                         word = piece * PIECE + tl.arange(0, PIECE)
@@ -56,16 +61,20 @@ def kv_scrub_kernel(
                         else:
                             token = word // RUN % INNER
                         past = (word < words) & (token >= length % page_size)
-                        tl.store(at_page + offsets(word, far, near, RUN, INNER, ROW, DENSE), zeros, mask=past)
+                        tl.store(
+                            at_page + offsets(word, row_stride, run_stride, RUN, INNER, ROW, DENSE), zeros, mask=past
+                        )
                 turn = turn_after(turn, pieces, shares)
                 i = first_of(cut & (lane > i), lane)
 
 
-def kv_scrub(caches, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts) -> None:
+def kv_scrub(
+    caches, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts, slots, null_page
+) -> None:
     p = pages_of("kv_scrub", caches)
-    B, M = (0, 0) if block_table is None else block_table.shape
+    B, (rows, M) = (0, (0, 0)) if block_table is None else (num_rejected.shape[0], block_table.shape)
     kv_scrub_kernel[(p.shares * len(caches),)](
-        p.table, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts,
-        0 if block_table is None else block_table.stride(0), B, M, free_pages.shape[0], p.shares, p.pieces,
-        caches[0].shape[1], p.words, p.page_stride, p.far, p.near, **p.options, **OPTIONS,
+        p.table, free_pages, before, num_free, seq_lens, num_rejected, block_table, ref_counts, slots, null_page,
+        0 if block_table is None else block_table.stride(0), B, rows, M, free_pages.shape[0], p.shares, p.pieces,
+        caches[0].shape[1], p.words, p.page_stride, p.row_stride, p.run_stride, **p.options, **OPTIONS,
     )  # fmt: skip
