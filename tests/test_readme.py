@@ -1,4 +1,4 @@
-"""The README's examples on raw logits run as printed, one after the other."""
+"""The README's examples on raw logits run as printed, one after the other; so does that of a paged forward."""
 
 import re
 from pathlib import Path
@@ -19,3 +19,12 @@ def test_examples_run_and_decide_something(capsys):
     for out in (names["out"], names["walk"]):
         assert out.num_accepted.sum() > 0 and (out.status == 0).all()
     assert "tensor" in capsys.readouterr().out
+
+
+def test_forward_over_pages_runs():
+    """docs/caches.md; its other examples are run by tests/test_cache_rollback.py."""
+    text = (README.parent / "docs" / "caches.md").read_text()
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "PagedKVCache(" in b]
+    names: dict = {}
+    exec(compile(block, "caches.md", "exec"), names)
+    assert names["cache"].seq_lens.tolist() == [12, 10]

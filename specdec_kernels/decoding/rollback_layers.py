@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import cache_utils
 
+from .. import _checks
 from .support import UnsupportedModel
 
 
@@ -120,6 +121,14 @@ def length(layer, kind: Kind) -> int | Tensor:
     return layer.keys.shape[-2] if layer.keys.numel() else 0
 
 
+def read(lengths: Iterable[int | Tensor]) -> list[int]:
+    """Lengths on the host, with one wait for the device at most."""
+    lengths = list(lengths)
+    counters = [n for n in lengths if isinstance(n, Tensor)]
+    values = iter(torch.stack([n.to(counters[0].device) for n in counters]).tolist() if counters else ())
+    return [next(values) if isinstance(n, Tensor) else n for n in lengths]
+
+
 def tensors(layer, kind: Kind) -> list[Tensor]:
     found = [layer.keys, layer.values] if kind.attention and layer.is_initialized else []
     return found + (states(layer) if kind.recurrent else [])
@@ -162,6 +171,27 @@ def remember(layer, kind: Kind, num_tokens: int | None) -> Before:
     return before
 
 
+def check_room(layers, kinds: Sequence[Kind], config, num_tokens: int) -> None:
+    """Raises ValueError where a forward over num_tokens would not fit a static layer, or is more than a sliding one stores."""
+    model_window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
+    # A static cache shorter than the model's window makes a window of its own length: past that it forgets in silence.
+    full = [
+        i
+        for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True))
+        if kind.static and not (kind.sliding and layer.max_cache_len >= model_window)
+    ]
+    room = {i: window(layers[i], kind) for i, kind in enumerate(kinds) if kind.sliding}
+    used = read(length(layers[i], kinds[i]) for i in full)
+    room |= {i: max(layers[i].max_cache_len - n, 0) for i, n in zip(full, used, strict=True)}
+    for i, most in room.items():
+        if num_tokens > most:
+            stores = f"stores {most} entries, and the tokens to be rejected must be among them"
+            why = f"has room for {most} more tokens" if i in full else stores
+            _checks.fail(
+                "CacheRollback.begin", "num_tokens", f"at most {most}: {named(i, layers[i])} {why}", f"{num_tokens}"
+            )
+
+
 def check_window(index: int, layer, kind: Kind, fed: int) -> None:
     """Raises RuntimeError where a sliding layer never stored all tokens of the last forward."""
     if kind.sliding and fed > window(layer, kind):
@@ -187,19 +217,22 @@ class Counts:
         return self._rows[count, device]
 
 
-def take_back(layer, kind: Kind, before: int, oldest: dict[str, Tensor], fed: int, counts: Counts) -> None:
+def take_back(
+    layer, kind: Kind, before: int, oldest: dict[str, Tensor], fed: int, counts: Counts, trim: int = 0
+) -> None:
     """Drops each row's last tokens of the `fed` ones, as many as `counts` says, and aligns the rows to the right again.
 
-    before, oldest: the layer's length and `Before.oldest`. A row that drops more than the others gets padding in front,
-    which keeps whatever finite entries stood there: it is masked.
+    before, oldest: the layer's length and `Before.oldest`. trim: leading columns that go too. A row that drops more than
+    the others gets padding in front, which keeps whatever finite entries stood there: it is masked.
     """
     least = counts.least
-    if counts.most == 0 or not layer.is_initialized:
+    if (counts.most == 0 and trim == 0) or not layer.is_initialized:
         return
-    new_length = before + fed - least
+    new_length = before + fed - least - trim
     limit = window(layer, kind) if kind.sliding else before + fed
     stored, kept, keep = min(before, limit), min(before + fed, limit), min(new_length, limit)
-    evicted = stored + fed - kept
+    # Where no row drops a token, what was pushed out is not needed, and a long forward has pushed out more than is known.
+    evicted = stored + fed - kept if counts.most else 0
     start = evicted + kept - least - keep
     groups = []
     for count in counts.more:
@@ -212,6 +245,8 @@ def take_back(layer, kind: Kind, before: int, oldest: dict[str, Tensor], fed: in
         if evicted:
             history = torch.cat((oldest[name][:, :, :evicted], history), dim=2)
         new = history.narrow(2, start, keep)
+        if kind.static and start > 0 and not evicted:
+            new = new.clone()  # it overlaps the place that it goes to
         # In place, which the forward's own concatenation allows: no one else holds its result. Rows that move equally far
         # move at once: few launches, and the copies are of contiguous entries.
         for row, first, pad in groups:
@@ -219,7 +254,7 @@ def take_back(layer, kind: Kind, before: int, oldest: dict[str, Tensor], fed: in
             new.narrow(2, pad, keep - pad).index_copy_(0, row, moved)
         if not kind.static:
             setattr(layer, name, new)
-        elif evicted:
+        elif evicted or start > 0:
             # In place: compiled code and CUDA graphs hold the buffer's address.
             buffer.narrow(2, 0, keep).copy_(new)
     if kind.static:
