@@ -191,12 +191,12 @@ def test_slots_by_hand(who):
     state = State(
         ints([4, 10**6, 4, 2]), ints(table), ints([0, 4, *[-7] * 4]), ints([2]), 4, slots=ints([3, -1, 2, 0, 4])
     )
-    got = call(who, "kv_append_slots", state, num_new=[3, 1, 5, 1, 2], max_new=5)
-    assert got.slots == [[14, 15, 16, -1, -1], [-1] * 5, [-1] * 5, [0, -1, -1, -1, -1], [-1] * 5]
+    got = call(who, "kv_append_slots", state, num_new=[3, 1, 5, 2, 2], max_new=5)
+    assert got.slots == [[14, 15, 16, -1, -1], [-1] * 5, [-1] * 5, [0, 1, -1, -1, -1], [-1] * 5]
     assert got.status == [0, 0, CacheStatus.TABLE_FULL, 0, 0] and got.copy_src == got.copy_dst == [-1] * 5
-    assert state.seq_lens.tolist() == [5, 10**6, 4, 5]
+    assert state.seq_lens.tolist() == [6, 10**6, 4, 5]
     assert state.block_table.tolist() == [[1, 0], [9, 9], [2, -1], [3, 4]] and state.free() == []
-    assert call(who, "kv_rollback", state, num_rejected=[4, 7, 0, 5, 9]) == [0] * 5
+    assert call(who, "kv_rollback", state, num_rejected=[4, 7, 0, 6, 9]) == [0] * 5
     assert state.seq_lens.tolist() == [0, 10**6, 4, 1]
     assert state.block_table.tolist() == [[-1, -1], [9, 9], [2, -1], [3, -1]] and state.free() == [4, 0, 1]
     state.seq_lens[2:] = ints([9, 9])
