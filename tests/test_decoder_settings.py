@@ -11,7 +11,7 @@ from tests.test_decoder import NEW, Scripted, knows, one, padded, prompts, sampl
 from specdec_kernels import SamplingTensors, filter_probs  # isort: skip
 from specdec_kernels.decoding import DraftModelDrafter, ModelForward, SpeculativeDecoder  # isort: skip
 from specdec_kernels.decoding import decoder as decoder_module  # isort: skip
-from specdec_kernels.decoding.cache import on_device  # isort: skip
+from specdec_kernels.decoding.transfers import on_device  # isort: skip
 
 
 def test_default_parameters_are_the_generation_config():

@@ -10,11 +10,34 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .support import check_supported
+from .transfers import on_device
 
 if TYPE_CHECKING:
     from .paged_attention import PagedForward
 
 CACHES = ("ragged", "paged")
+
+
+class RowLayer(CacheLayerMixin):
+    """One attention layer of a `RowCache`, which has the lengths; subclasses say where its entries are."""
+
+    is_croppable = True
+    is_sliding = False
+    keys: Any
+    values: Any
+
+    def __init__(self, owner: Any):
+        super().__init__()
+        self.owner = owner
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.max_length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.max_length
+
+    def get_max_length(self) -> int:
+        return -1
 
 
 class RowCache(Cache):
@@ -64,7 +87,7 @@ class RowCache(Cache):
             self._tensor = on_device(self.lengths, torch.int64, self._device)
         return self._tensor
 
-    def new_layer(self) -> CacheLayerMixin:
+    def new_layer(self) -> RowLayer:
         raise NotImplementedError
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
@@ -147,12 +170,3 @@ def check_cache(owner: str, kind: str, page_size: int) -> str:
     if not isinstance(page_size, int) or page_size < 1:
         raise ValueError(f"{owner}: page_size must be an int >= 1, got {page_size!r}")
     return kind
-
-
-def on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values as a tensor, without waiting for what the device has still to do."""
-    if values and min(values) == max(values):
-        return torch.full((len(values),), values[0], dtype=dtype, device=device)
-    if device.type == "cuda":
-        return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-    return torch.tensor(values, dtype=dtype, device=device)

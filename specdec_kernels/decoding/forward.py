@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from . import paged_attention
-from .cache import RowCache, on_device
+from .cache import RowCache
 from .paged_cache import PagedCache
 from .ragged_cache import RaggedCache
 from .support import UnsupportedModel, check_supported
+from .transfers import on_device
 
 _locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()

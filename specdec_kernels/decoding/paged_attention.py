@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cache import on_device
 from .support import UnsupportedModel
+from .transfers import on_device
 
 NAME = "specdec_paged"
 DEVICES, DTYPES = ("cuda",), (torch.float16, torch.bfloat16)

@@ -7,24 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from ..paged_kv_cache import PagedKVCache
 from ..status import CacheStatus
-from .cache import RowCache, on_device
+from .cache import RowCache, RowLayer
 from .paged_attention import PagedForward, Wrappers
 from .support import UnsupportedModel
+from .transfers import on_device
 
 
-class _PagedLayer(CacheLayerMixin):
+class _PagedLayer(RowLayer):
     """Writes a layer's new entries to their pages and gathers those that the attention reads."""
 
-    is_croppable = True
-    is_sliding = False
-
     def __init__(self, owner: PagedCache, index: int):
-        super().__init__()
-        self.owner, self.index = owner, index
+        super().__init__(owner)
+        self.index = index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pages = self.owner.pages
@@ -48,15 +45,6 @@ class _PagedLayer(CacheLayerMixin):
             return key_states, value_states  # all there is
         keys, values = owner.pages.read(self.index, owner.blocks)
         return keys.narrow(2, 0, owner.gathered), values.narrow(2, 0, owner.gathered)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.max_length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.owner.max_length
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class PagedCache(RowCache):
@@ -97,7 +85,7 @@ class PagedCache(RowCache):
         self.gathered = 0
         self._positions: Tensor | None = None
 
-    def new_layer(self) -> CacheLayerMixin:
+    def new_layer(self) -> RowLayer:
         return _PagedLayer(self, len(self.layers))
 
     def reserve(self, counts: Sequence[int], width: int) -> None:

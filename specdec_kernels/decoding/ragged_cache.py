@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
-from .cache import RowCache
+from .cache import RowCache, RowLayer
 
 _GROWTH = 256
 
 
-class _RaggedLayer(CacheLayerMixin):
+class _RaggedLayer(RowLayer):
     """Keys and values of one attention layer, [B, H, capacity, D]; lengths live in the owning `RaggedCache`."""
-
-    is_croppable = True
-    is_sliding = False
-    keys: Any
-    values: Any
-
-    def __init__(self, owner: RaggedCache):
-        super().__init__()
-        self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Zeros, not empty: a masked entry still meets the softmax as 0 * value, and 0 * NaN is NaN.
@@ -58,15 +47,6 @@ class _RaggedLayer(CacheLayerMixin):
             self.values[row, :, column] = value_states.transpose(1, 2)
         return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.max_length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.owner.max_length
-
-    def get_max_length(self) -> int:
-        return -1
-
 
 class RaggedCache(RowCache):
     """`RowCache` in one block of memory a row and layer: rolling drafts back changes lengths and moves no data; padded or
@@ -85,7 +65,7 @@ class RaggedCache(RowCache):
         super()._set(lengths)
         self._index: tuple[int, tuple[Tensor, Tensor]] | None = None
 
-    def new_layer(self) -> CacheLayerMixin:
+    def new_layer(self) -> RowLayer:
         return _RaggedLayer(self)
 
     def write_index(self, count: int) -> tuple[Tensor, Tensor]:
