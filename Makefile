@@ -21,7 +21,7 @@ demo: build
 	$(PY) -m specdec_kernels.demo $(ARGS)
 
 test: build
-	$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: build
 	$(PY) -m ruff check .

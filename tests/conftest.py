@@ -67,6 +67,15 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+LONGEST = ("test_triton_aot.py", "test_decoder_smollm2.py", "test_bench.py", "test_kv_property.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take minutes come first, so that no process is left with one of them when the others are done (make test keeps
+    the order, --no-loadscope-reorder)."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_report_header(config):
     native = sk.info()["backends"]["native (CPU)"]
     return f"specdec_kernels {sk.__version__}: native {native}"
