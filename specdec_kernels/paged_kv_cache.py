@@ -41,14 +41,14 @@ class PagedKVCache:
     """Keys and values of R requests in pages that they share among them, each request with its own length.
 
     Token t of request r is at offset t % page_size of page `block_table[r, t // page_size]`, in every layer. All state is on the
-    device, and no method waits for it but `check` and, on a GPU, those that are given Python lists; what went wrong (no pages left, a broken table) comes back as `CacheStatus`
-    bits for the caller to read when it likes. Requests are rows 0..R-1; a row of length 0 holds nothing.
-
-    `grow` and `select` replace the tensors: a CUDA graph that holds the old ones goes on with those.
+    device, and no method waits for it but `check` and, on a GPU, those that are given Python lists; what went wrong (no pages
+    left, a broken table) comes back as `CacheStatus` bits for the caller to read when it likes. Requests are rows 0..R-1; a row
+    of length 0 holds nothing.
 
     A step: `append` makes room for the tokens of the forward, `write` and `read` go layer by layer, `rollback` takes back what
-    verification rejected (after a tree, `compact` first). With a window, `evict` follows. `fork` lets a request share another's pages, which are copied when
-    either writes to them.
+    verification rejected (after a tree, `compact` first). With a window, `evict` follows. `fork` lets a request share another's
+    pages, which are copied when either writes to them. `grow` and `select` replace the tensors: a CUDA graph that holds the old
+    ones goes on with those.
 
     Args:
         num_pages: P, pages in all, 1..2^31 - 1.
@@ -65,7 +65,7 @@ class PagedKVCache:
 
     Attributes:
         caches: keys and values of all layers, as `kv_compact` takes them.
-        layers: list of `LayerPages`, the storage without its padding page: what paged attention kernels take.
+        layers: list of `LayerPages`, the storage less the two pages that are nobody's: what paged attention kernels take.
         shared: True once a page may have several holders, so that `append` looks for pages to copy; `fork` sets it. Set it
             where you raise `ref_counts` yourself.
         seq_lens, block_table, free_pages, num_free, ref_counts: int32 tensors as `kv_rollback` describes them.
