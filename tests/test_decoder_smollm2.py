@@ -30,9 +30,12 @@ def model_and_tokenizer():
 
 @pytest.fixture(scope="module")
 def decoders(model_and_tokenizer):
-    """Plain and speculative on one packed copy of the weights."""
+    """Plain and speculative on one packed copy of the weights; draft lengths chosen by measured costs would follow whatever else
+    the machine does."""
     plain = SpeculativeDecoder(model_and_tokenizer[0], packed=True)
-    return plain, SpeculativeDecoder(model_and_tokenizer[0], PromptLookupDrafter(), forward=plain.forward)
+    return plain, SpeculativeDecoder(
+        model_and_tokenizer[0], PromptLookupDrafter(), adaptive=False, forward=plain.forward
+    )
 
 
 @pytest.fixture(scope="module")
