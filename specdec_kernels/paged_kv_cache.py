@@ -277,8 +277,11 @@ class PagedKVCache:
         if columns > 0:
             table = torch.nn.functional.pad(table, (0, columns), value=-1)
         more = max(num_pages - self.num_pages, 0)
+        if not more:
+            self.block_table = table
+            return
         # All is made before anything is replaced: memory may run out.
-        for layer in self._storage if more else ():
+        for layer in self._storage:
             grown = [t.new_zeros(num_pages + 2, *t.shape[1:]) for t in layer]
             for t, old in zip(grown, layer, strict=True):
                 bits(t)[: self.num_pages] = bits(old)[: self.num_pages]
@@ -286,11 +289,9 @@ class PagedKVCache:
         new = torch.arange(self.num_pages + more - 1, self.num_pages - 1, -1, dtype=torch.int32, device=self.device)
         free_pages = torch.cat([new, self.free_pages])  # below the old ones, so that these go first
         num_free, ref_counts = self.num_free + more, torch.nn.functional.pad(self.ref_counts, (0, more))
-        self.block_table = table
-        if more:
-            self.free_pages, self.num_free, self.ref_counts, self._storage = free_pages, num_free, ref_counts, storage
-            self.num_pages = num_pages
-            self._expose()
+        self.block_table, self.num_pages = table, num_pages
+        self.free_pages, self.num_free, self.ref_counts, self._storage = free_pages, num_free, ref_counts, storage
+        self._expose()
 
     def check(self) -> None:
         """Raises RuntimeError where the bookkeeping contradicts itself: a page that is neither free nor held, freed twice,

@@ -44,7 +44,7 @@ class RowCache(Cache):
     """A transformers cache with a length per row; subclasses say where the entries are.
 
     A forward of q tokens per row writes row b's entries at positions lengths[b] .. lengths[b] + q - 1 and returns the first
-    max(lengths) + q entries of every row; the lengths change only in `advance` and `rollback`. Callers call `reserve` before
+    max(lengths) + q entries of every row (`key_positions` says which, on a budget); the lengths change only in `advance` and `rollback`. Callers call `reserve` before
     each forward, give explicit `position_ids` (an entry's index is its position) and a mask that hides index j from a query at
     position i < j. Sliding windows keep every entry and hide the old ones by mask: an entry that has left the window may be
     needed again after a rollback.

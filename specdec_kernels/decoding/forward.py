@@ -42,7 +42,8 @@ class ModelForward:
     one after the other.
 
     Args:
-        model: a `PreTrainedModel` with an LM head, attention implementation "sdpa" or "eager".
+        model: a `PreTrainedModel` with an LM head, attention implementation "sdpa", "eager" or "specdec_paged"
+            (`paged_attention`, with paged caches alone).
 
     Raises:
         UnsupportedModel: the architecture or the attention implementation is not supported.
