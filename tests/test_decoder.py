@@ -384,7 +384,7 @@ def test_drafter_after_a_failed_step():
         (lambda d: d.generate(torch.ones(2, 3, dtype=torch.int64), streamer=object()), r"batch of 1, got 2"),
         (
             lambda d: SpeculativeDecoder(d.target, rule="typical"),
-            r"rule must be one of auto, token, block, coupled, got 'typical'",
+            r"rule must be one of auto, token, block, coupled, target_only, got 'typical'",
         ),
         (lambda d: SpeculativeDecoder(d.target, d.target), r"drafter must be a Drafter or None, got LlamaForCausalLM"),
         (lambda d: SpeculativeDecoder(d.target, num_draft=-1), r"num_draft must be >= 0, got -1"),

@@ -128,8 +128,8 @@ def test_weights_that_no_longer_fit_fall_back(caplog):
 
 @pytest.mark.parametrize("wrong", [n for n in packed.COMPARED if n <= 8 or n >= 16])
 def test_row_counts_are_compared(wrong, monkeypatch):
-    right = packed._PackedLinear.__call__
-    monkeypatch.setattr(packed._PackedLinear, "__call__", lambda m, x: right(m, x) * (1.5 if len(x) == wrong else 1))
+    right = packed.PackedLinear.__call__
+    monkeypatch.setattr(packed.PackedLinear, "__call__", lambda m, x: right(m, x) * (1.5 if len(x) == wrong else 1))
     with pytest.raises(ArithmeticError, match=f"^{wrong} tokens: logits differ"):
         PackedForward(tiny("llama"))
 

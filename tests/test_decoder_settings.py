@@ -37,8 +37,8 @@ def test_default_parameters_sample_as_generate_does(settings, monkeypatch):
     law = own.scores[0].float().softmax(-1)
     params = SamplingTensors.from_generation_config(config)
     torch.testing.assert_close(filter_probs(recompute(model, ids[0].tolist())[-1:], params), law, atol=1e-5, rtol=0)
-    seen, real_run = [], decoder_module._Run
-    monkeypatch.setattr(decoder_module, "_Run", lambda d, r, p, *rest: seen.append(p) or real_run(d, r, p, *rest))
+    seen, real_run = [], decoder_module.Run
+    monkeypatch.setattr(decoder_module, "Run", lambda d, r, p, *rest: seen.append(p) or real_run(d, r, p, *rest))
     torch.manual_seed(0)
     result = SpeculativeDecoder(model).generate(ids.repeat(rows, 1), max_new_tokens=1)
     for name in ("temperature", "top_p", "top_k", "min_p"):

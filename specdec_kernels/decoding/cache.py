@@ -123,6 +123,11 @@ class RowCache(Cache):
         if before is not None:
             self._tensor = before + on_device(counts, torch.int64, self._device)
 
+    def compact(self, path: Tensor) -> None:
+        """Moves the accepted nodes of each row's tree behind its root, which is the first token of the last forward, before it
+        is advanced; path: int32 [B, K], as `verify_tree` returns it."""
+        raise NotImplementedError
+
     def rollback(self, counts: Sequence[int]) -> None:
         """Drops row b's last counts[b] tokens.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,10 +14,10 @@ from torch import Tensor
 
 from . import paged_attention
 from .cache import RowCache
+from .masks import Masks, TreeShape, row_positions, wanted_rows
 from .paged_cache import PagedCache
 from .ragged_cache import RaggedCache
 from .support import UnsupportedModel, check_supported
-from .transfers import on_device
 
 _locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _locks_guard = threading.Lock()
@@ -28,10 +30,11 @@ def model_lock(model) -> threading.RLock:
 
 
 class ForwardOutput(NamedTuple):
-    """`logits` [R, V] of the wanted rows, request-major · `hidden` [R, H], what the LM head read, or None."""
+    """`logits` [R, V] of the wanted rows, request-major · `taps` [sum(counts), T * H], the states that were asked for of every
+    token, request-major, or None."""
 
     logits: Tensor
-    hidden: Tensor | None
+    taps: Tensor | None
 
 
 class ModelForward:
@@ -83,8 +86,7 @@ class ModelForward:
         window = getattr(self.config, "sliding_window", None)
         if kinds is None:
             kinds = ["sliding_attention" if window else "full_attention"] * self.config.num_hidden_layers
-        self._kinds = sorted(set(kinds))
-        self._window = window
+        self.masks = Masks(kinds, window)
         self._windows = [int(window) if kind == "sliding_attention" else 0 for kind in kinds]
         self._implementation = implementation
         self._reads_pages = implementation == paged_attention.NAME
@@ -115,7 +117,19 @@ class ModelForward:
     def refresh(self) -> None:
         """Takes in what has changed about the model since the last call; decoders call it once per `generate`."""
 
-    def __call__(self, tokens: Tensor, counts: list[int], cache: RowCache, *, last_only: bool = False) -> ForwardOutput:
+    def check_taps(self, owner: str, taps: Sequence[int]) -> None:
+        """Raises ValueError unless the model has the layers whose states are asked for."""
+        count = self.config.num_hidden_layers
+        for tap in taps:
+            if not isinstance(tap, int) or not -1 <= tap < count:
+                raise ValueError(f"{owner}: taps must be layers of the target, -1 to {count - 1}, got {tap!r}")
+        if -1 in taps and self._head is None:
+            raise UnsupportedModel(f"{type(self.model).__name__}: has no LM head that reads the last hidden state")
+
+    def __call__(
+        self, tokens: Tensor, counts: list[int], cache: RowCache, *, last_only: bool = False,
+        tree: TreeShape | None = None, taps: Sequence[int] = (),
+    ) -> ForwardOutput:  # fmt: skip
         """Feeds counts[b] tokens of row b; the cache's lengths are left for the caller to advance.
 
         Args:
@@ -124,105 +138,70 @@ class ModelForward:
                 nothing.
             cache: the rows' cache.
             last_only: logits of each row's last token alone ([B, V]) instead of all sum(counts) of them.
+            tree: who follows whom among the tokens; None: each follows the one before it.
+            taps: layers whose output states are wanted, 0 for the first; -1 for what the LM head reads.
         """
         if self.config._attn_implementation != self._implementation:
             raise UnsupportedModel(
                 f"{type(self.model).__name__}: attention implementation was {self._implementation!r} when this forward was made "
                 f"and is {self.config._attn_implementation!r} now; make a new decoder"
             )
-        cache.reserve(counts, tokens.shape[1])
-        rows = wanted_rows(counts, tokens.shape[1], last_only, tokens.device)
-        index, positions = row_positions(cache, counts, tokens.shape[1], tokens.device)
-        pages = cache.forward_of(counts, tokens.shape[1], self._windows)
-        mask = self._mask(cache, index) if pages is None else None
-        captured: list[Tensor] = []
+        if tree is not None and self._reads_pages:
+            raise UnsupportedModel(
+                f'attention implementation "{paged_attention.NAME}" takes chains, got a tree of drafts'
+            )
+        width, device = tokens.shape[1], tokens.device
+        cache.reserve(counts, width)
+        rows = wanted_rows(counts, width, last_only, device)
+        index, positions = row_positions(cache, counts, width, device, tree)
+        pages = cache.forward_of(counts, width, self._windows)
+        mask = self.masks(cache, index, positions, self.model.dtype, tree) if pages is None else None
+        states: dict[int, Tensor] = {}
+        gathered = False
         caller = threading.get_ident()
 
         def gather(_module, args):
+            nonlocal gathered
             # The caller's own use of the model in another thread takes no lock.
             if threading.get_ident() != caller:
                 return None
             hidden = args[0].reshape(-1, args[0].shape[-1])
+            states[-1] = hidden
             hidden = hidden if rows is None else hidden.index_select(0, rows)
-            captured.append(hidden)
+            gathered = True
             return (hidden[None], *args[1:])
 
+        def keep(layer: int):
+            def hook(_module, _args, output):
+                if threading.get_ident() == caller:
+                    output = output[0] if isinstance(output, tuple) else output
+                    states[layer] = output.reshape(-1, output.shape[-1])
+
+            return hook
+
         # Gathering before the LM head spares the logits of padding, and keeps whatever the model does after the head.
-        with model_lock(self.model), paged_attention.Serving(pages):
-            hook = self._head.register_forward_pre_hook(gather) if self._head is not None else None
-            try:
-                logits = self.model(
-                    input_ids=tokens,
-                    position_ids=positions,
-                    attention_mask=mask,
-                    use_cache=True,
-                    **{self._cache_argument: cache},
-                ).logits
-            finally:
-                if hook is not None:
-                    hook.remove()
+        with model_lock(self.model), paged_attention.Serving(pages), contextlib.ExitStack() as hooks:
+            if self._head is not None:
+                hooks.callback(self._head.register_forward_pre_hook(gather).remove)
+            layers = self.model.get_decoder().layers if any(tap >= 0 for tap in taps) else None
+            for tap in {tap for tap in taps if tap >= 0}:
+                hooks.callback(layers[tap].register_forward_hook(keep(tap)).remove)
+            logits = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=mask,
+                use_cache=True,
+                **{self._cache_argument: cache},
+            ).logits
         logits = logits.reshape(-1, logits.shape[-1])
-        if not captured and rows is not None:
+        if not gathered and rows is not None:
             logits = logits.index_select(0, rows)
-        return ForwardOutput(logits, captured[0] if captured else None)
-
-    def _mask(self, cache: RowCache, index: Tensor):
-        """None where causal attention over the returned entries needs no mask, a 4D mask, or one per layer type.
-
-        index: the entry that each query writes, [B, q].
-        """
-        count = index.shape[1]
-        end, budget = cache.max_length + count, cache.budget
-        if budget is not None and budget >= end:
-            budget = None
-        if (
-            budget is None
-            and self._kinds == ["full_attention"]
-            and cache.uniform
-            and (count == 1 or cache.max_length == 0)
-        ):
-            return None
-        key = cache.key_positions(count)
-        if key.dim() > 1:
-            key = key[:, None, None]
-        dtype = self.model.dtype
-        masks = {}
-        for kind in self._kinds:
-            hidden = key > index[:, None, :, None]
-            if kind == "sliding_attention":
-                hidden = hidden | (key <= index[:, None, :, None] - self._window)
-            if budget is not None:
-                hidden = hidden | ((key <= index[:, None, :, None] - budget) & (key >= cache.sinks))
-            masks[kind] = torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(
-                hidden, torch.finfo(dtype).min
-            )
-        # One causal mask for a model of both kinds would silently widen its windows.
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return ForwardOutput(logits, join_taps(states, taps, wanted_rows(counts, width, False, device)))
 
 
-def row_positions(cache: RowCache, counts: list[int], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cache entries that a forward of `width` tokens per row writes, and the positions to embed there; int64 [B, width].
-
-    They differ in padding alone, which repeats its row's last position: a row near the model's limit may be padded to
-    the width of another one, past the last row of a learned position table.
-    """
-    offset = torch.arange(width, device=device)
-    start = cache.lengths_tensor[:, None]
-    index = start + offset
-    if all(n == width for n in counts):
-        return index, index
-    last = on_device(counts, torch.int64, device)[:, None] - 1
-    return index, start + torch.minimum(offset, last.clamp_min(0))
-
-
-def wanted_rows(counts: list[int], width: int, last_only: bool, device: torch.device) -> Tensor | None:
-    """Rows of a flattened [B * width] forward whose logits are wanted, int64 [R]; None for all of them."""
-    if last_only:
-        if width == 1:
-            return None
-        rows = [b * width + max(n, 1) - 1 for b, n in enumerate(counts)]
-    elif all(n == width for n in counts):
+def join_taps(states: dict[int, Tensor], taps: Sequence[int], rows: Tensor | None) -> Tensor | None:
+    """The states of `rows` (None: of all), side by side in the order of `taps`; None without any."""
+    if not taps:
         return None
-    else:
-        rows = [b * width + i for b, n in enumerate(counts) for i in range(n)]
-    return on_device(rows, torch.int64, device)
+    joined = torch.cat([states[tap] for tap in taps], -1) if len(taps) > 1 else states[taps[0]]
+    return joined if rows is None else joined.index_select(0, rows)

@@ -163,6 +163,9 @@ class PagedCache(RowCache):
         if any(counts):
             self._note(self.pages.rollback(on_device(counts, torch.int32, self._device)))
 
+    def compact(self, path: Tensor) -> None:
+        self.pages.compact(path, self.lengths_tensor)
+
     def advance(self, counts: Sequence[int]) -> None:
         for row, (count, reserved) in enumerate(zip(counts, self._reserved, strict=True)):
             if not 0 <= count <= reserved:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kv_compact import kv_compact
 from .cache import RowCache, RowLayer
 
 _GROWTH = 256
@@ -75,6 +76,10 @@ class RaggedCache(RowCache):
             column = self.lengths_tensor[:, None] + torch.arange(count, device=self._device)
             self._index = count, (row, column)
         return self._index[1]
+
+    def compact(self, path: Tensor) -> None:
+        caches = [t.transpose(1, 2) for layer in self.layers for t in (layer.keys, layer.values)]
+        kv_compact(caches, path, self.lengths_tensor)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keeps `rows` (ascending), in that order; their entries move to the front of the same storage."""

@@ -19,7 +19,7 @@ class SpecDecodeStats:
     | `target_rows` | requests in those forwards, summed: a forward of 4 requests counts 4 |
     | `draft_calls` | forwards of a draft model (0 for lookups) |
     | `drafted`, `accepted` | draft tokens verified, and accepted |
-    | `drafted_at[i]`, `accepted_at[i]` | the same for the i-th draft of a step |
+    | `drafted_at[i]`, `accepted_at[i]` | steps of a request whose chain, or longest path, had an i-th draft, and in which that many were accepted |
     | `plain_steps` | steps without any draft: nothing proposed, or speculation paused |
     | `fallbacks` | times that speculation was paused because it did not pay |
     | `prefill_seconds` | prompt forward and the first token |
@@ -79,14 +79,15 @@ class SpecDecodeStats:
         lookup = self.draft_seconds if self.draft_calls == 0 else 0.0
         return (self.verify_seconds + self.rest_seconds + lookup) / self.step_seconds if self.step_seconds else 0.0
 
-    def record(self, drafted: list[int], accepted: list[int]) -> None:
-        """Adds one step: drafts verified and accepted, per request."""
-        longest = max(drafted, default=0)
+    def record(self, drafted: list[int], accepted: list[int], depths: list[int] | None = None) -> None:
+        """Adds one step: drafts verified and accepted, per request; depths: longest paths of trees."""
+        depths = drafted if depths is None else depths
+        longest = max(depths, default=0)
         grow = longest - len(self.drafted_at)
         if grow > 0:
             self.drafted_at += [0] * grow
             self.accepted_at += [0] * grow
-        for d, a in zip(drafted, accepted, strict=True):
+        for d, a in zip(depths, accepted, strict=True):
             for i in range(d):
                 self.drafted_at[i] += 1
             for i in range(a):

@@ -21,9 +21,10 @@ class DraftContext:
     tokens: committed token ids of each request, prompt included; the last one has not been through the target yet.
     position: int64 [B] on the device, absolute position of the next token = len(tokens[b]): the step's anchor.
     params: the requests' sampling parameters.
-    budgets: most drafts wanted for each request; 0 near the end of a request.
-    rule: "token", "block" or "coupled".
+    budgets: most drafts wanted for each request, of a tree on one path; 0 near the end of a request.
+    rule: "token", "block", "coupled" or "target_only".
     relative_cost: d -> measured cost of a step with at most d drafts over a plain step, None where not yet known.
+    max_nodes: most drafts wanted of a request's tree.
     """
 
     tokens: list[list[int]]
@@ -32,21 +33,24 @@ class DraftContext:
     budgets: list[int]
     rule: str
     relative_cost: Callable[[int], float | None]
+    max_nodes: int = 16
 
 
 @dataclass
 class DraftBatch:
-    """Proposals of one step in the layout of `verify_chain`.
+    """Proposals of one step in the layout of `verify_chain` or `verify_tree`.
 
     tokens: int32 or int64 [D], request-major, target ids.
-    counts: drafts of each request, at most its budget; sum is D.
+    counts: drafts of each request, at most its budget, of a tree at most `max_nodes` and no deeper than the budget; sum is D.
     logits: [.., Vd] the drafts were sampled from, before temperature; None: deterministic drafts, or a rule that does
         not read q.
     rows: int64 [D], row of `logits` of each draft; None: draft j has row j.
     nucleus: Nucleus [D] saved while sampling, so that verification need not read the rows again.
     params: the parameters the drafts were sampled with; required with `logits`.
     target_to_draft: int [V], column of each target id in `logits` or -1; None: ids are the same.
-    parents: int [D] index of each draft's parent for a tree of drafts, None for chains.
+    parents: int [D] for trees of drafts, None for chains: each draft's parent node within its request, as `verify_tree` takes
+        them (0: the last token of the text; draft i of a request is its node i + 1, and parents come before their children;
+        -1: the draft is not there).
     """
 
     tokens: Tensor
@@ -65,14 +69,16 @@ class StepOutcome:
 
     tokens: tokens each request emitted, cut at its end of sequence or length.
     drafted, accepted: drafts verified and accepted of each request.
-    hidden: [sum(drafted) + B, H], the target's last hidden state of each verified row, for drafters that set
-        `needs_hidden`; otherwise None.
+    hidden: [n, T * H] for drafters that set `taps`, else None: the target's states of the tokens that went through it in this
+        step and stay, request-major: each request's last token and its accepted drafts, in the first step the whole prompt.
+    paths: of trees, the accepted nodes of each request; None for chains, whose accepted drafts are the first ones.
     """
 
     tokens: list[list[int]]
     drafted: list[int]
     accepted: list[int]
     hidden: Tensor | None = None
+    paths: list[list[int]] | None = None
 
 
 class Drafter(ABC):
@@ -84,8 +90,10 @@ class Drafter(ABC):
 
     #: True where proposals are functions of the text (one-hot q): rule "coupled" then accepts as often as "token".
     deterministic: bool = False
-    #: Ask for the target's hidden states in `observe`.
-    needs_hidden: bool = False
+    #: Proposals are trees.
+    trees: bool = False
+    #: Layers of the target whose output states `observe` is given, 0 for the first; -1: what the LM head reads.
+    taps: Sequence[int] = ()
     #: Forwards of a draft model so far.
     calls: int = 0
 
