@@ -10,7 +10,7 @@ from tests.test_decoder import NEW, Scripted, knows, one, padded, prompts, sampl
 
 from specdec_kernels import SamplingTensors, filter_probs  # isort: skip
 from specdec_kernels.decoding import DraftModelDrafter, ModelForward, SpeculativeDecoder  # isort: skip
-from specdec_kernels.decoding import decoder as decoder_module  # isort: skip
+from specdec_kernels.decoding import decoder as decoder_module, run as run_module  # isort: skip
 from specdec_kernels.decoding.transfers import on_device  # isort: skip
 
 
@@ -122,7 +122,7 @@ def test_nothing_comes_from_the_host_behind_a_forward(monkeypatch):
 
         return call
 
-    def verify(*args, real=decoder_module.verify_chain, **kwargs):
+    def verify(*args, real=run_module.verify_chain, **kwargs):
         behind[0] = False  # its own read-back waits for the forward anyway
         return real(*args, **kwargs)
 
@@ -133,7 +133,7 @@ def test_nothing_comes_from_the_host_behind_a_forward(monkeypatch):
         return make(*args, **options)
 
     monkeypatch.setattr(torch, "tensor", tensor)
-    monkeypatch.setattr(decoder_module, "verify_chain", verify)
+    monkeypatch.setattr(run_module, "verify_chain", verify)
     decoder.forward = launches(decoder.forward)
     decoder.forward.device, decoder.forward.new_cache = model.device, ModelForward(model).new_cache
     decoder.forward.refresh = lambda: None
