@@ -12,8 +12,10 @@ from .transfers import on_device
 
 
 class TreeShape(NamedTuple):
-    """Who follows whom among the tokens of a forward. `depth` int64 [B, q]: a token's position is its row's length + depth ·
-    `visible` bool [B, q, q]: token i attends token j of its own forward, itself included; tokens before it are all attended."""
+    """Who follows whom in a tree whose last q nodes are the tokens of a forward, its first p the last entries of each row's
+    cache (none, p = 0, where a tree goes through in one forward). With L the row's length without them:
+    `depth` int64 [B, p + q]: a node's position is L + depth · `visible` bool [B, q, p + q]: token i attends node j, itself
+    included; the L entries before the tree are all attended."""
 
     depth: Tensor
     visible: Tensor
@@ -31,7 +33,8 @@ def row_positions(
     start = cache.lengths_tensor[:, None]
     index = start + offset
     if tree is not None:
-        return index, start + tree.depth
+        earlier = tree.depth.shape[1] - width
+        return index, start - earlier + tree.depth[:, earlier:]
     if all(n == width for n in counts):
         return index, index
     last = on_device(counts, torch.int64, device)[:, None] - 1
@@ -99,11 +102,12 @@ class Masks:
 
 def _tree_keys(key: Tensor, length: Tensor, tree: TreeShape) -> tuple[Tensor, Tensor]:
     """Positions [B, 1, n] of the entries `key` ([n] or [B, 1, n]) and what they hide from the tree's tokens, bool [B, q, n]."""
-    batch, count = tree.depth.shape
+    (batch, nodes), count = tree.depth.shape, tree.visible.shape[1]
+    start = (length - (nodes - count))[:, :, None]
     entry = key.expand(batch, 1, key.shape[-1])
-    node = entry - length[:, :, None]
-    own = (node >= 0) & (node < count)
-    node = node.clamp(0, count - 1)
+    node = entry - start
+    own = (node >= 0) & (node < nodes)
+    node = node.clamp(0, nodes - 1)
     seen = tree.visible.gather(2, node.expand(-1, count, -1))
     depth = tree.depth[:, None].gather(2, node)
-    return torch.where(own, length[:, :, None] + depth, entry), torch.where(own, ~seen, entry >= length[:, :, None])
+    return torch.where(own, start + depth, entry), torch.where(own, ~seen, entry >= start)

@@ -29,7 +29,17 @@ class PackedLinear:
         bias = [m.bias.detach() for m in linears if m.bias is not None]
         if bias and len(bias) != len(linears):
             bias = [m.bias.detach() if m.bias is not None else m.weight.new_zeros(m.out_features) for m in linears]
-        self.bias = torch.cat(bias) if bias else None
+        self._pack(weight, torch.cat(bias) if bias else None)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """From W [N, K] and b [N] themselves."""
+        self = cls.__new__(cls)
+        self._pack(weight, bias)
+        return self
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias = bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), MAX_ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import Nucleus, SamplingTensors, sample
-from ...eager._rows import GREEDY_BELOW
-from ...sample import STREAM_DRAFT, STREAM_SAMPLE
+from ... import SamplingTensors
 from ..cache import RowCache, check_cache
 from ..forward import ModelForward
 from ..packed import PackedForward
-from .base import DraftBatch, DraftContext, Drafter, StepOutcome
+from .base import DraftContext, StepOutcome
+from .chain import ChainDrafter
 
 # Models of one family round their vocabulary up differently (Qwen2.5: 151,936 and 152,064 rows for one tokenizer).
 _PADDING = 1024
 _PIECE = 64  # tokens fed at once at least
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(ChainDrafter):
     """Samples drafts from a causal LM that shares the target's token ids, with the request's own parameters.
 
     The draft model keeps its own `RowCache`. After a step it lacks at most the entry of the last accepted draft,
@@ -61,7 +59,6 @@ class DraftModelDrafter(Drafter):
             raise ValueError(f"DraftModelDrafter: sinks must be an int >= 0, and 0 without a budget, got {sinks!r}")
         self.budget, self.sinks = budget, sinks
         self._cache: RowCache = self._new_cache(0, 1)
-        self._greedy = False
         self._committed: list[int] = []
 
     def check_target(self, target) -> None:
@@ -96,63 +93,19 @@ class DraftModelDrafter(Drafter):
     def begin(self, prompts: Sequence[Sequence[int]], params: SamplingTensors, max_tokens: int) -> None:
         self.forward.refresh()
         self._cache, self._committed = self._new_cache(len(prompts), max_tokens), []
-        self._greedy = not bool((params.temperature >= GREEDY_BELOW).any())
+        self._begin_chains(params)
 
     def _new_cache(self, batch_size: int, capacity: int) -> RowCache:
         return self.forward.new_cache(
             batch_size, capacity, self.cache, page_size=self.page_size, budget=self.budget, sinks=self.sinks
         )
 
-    def propose(self, context: DraftContext) -> DraftBatch | None:
-        longest = max(context.budgets, default=0)
-        if longest == 0:
-            return None
-        batch, device = len(context.budgets), context.position.device
-        params = context.params
-        # Rule "coupled" and greedy requests never read q.
-        keep_q = context.rule != "coupled" and not self._greedy
-        rows = self._rows(context.budgets, longest)
-        logits = self._catch_up(context.tokens)
-        tokens, nuclei = [], []
-        q = logits.new_empty(batch, longest, self._columns) if keep_q else None
-        place: dict[str, Any]
-        for offset in range(longest):
-            if context.rule == "coupled":
-                place = {"stream": STREAM_SAMPLE, "position": context.position + offset}
-            else:
-                ids = torch.full((batch,), offset, dtype=torch.int64, device=device)
-                place = {"stream": STREAM_DRAFT, "position": context.position, "ids": ids}
-            drawn = sample(logits, params, **place, target_to_draft=self.target_to_draft, return_nucleus=keep_q)
-            tokens.append(drawn.tokens)
-            if q is not None:
-                q[:, offset] = logits
-                nuclei.append(drawn.nucleus)
-            if offset + 1 < longest:
-                logits = self._forward(drawn.tokens.to(torch.int64)[:, None], [1] * batch)
+    def _start(self, context: DraftContext) -> Tensor:
         self._committed = [len(t) for t in context.tokens]
-        return self._gather(context.budgets, rows, tokens, q, nuclei, params)
+        return self._catch_up(context.tokens)
 
-    def _rows(self, counts: list[int], longest: int) -> Tensor | None:
-        """Each request's own drafts among [B * longest] proposals, int64 [D]; None for all of them."""
-        if all(n == longest for n in counts):
-            return None
-        index = [b * longest + i for b, n in enumerate(counts) for i in range(n)]
-        return torch.tensor(index, dtype=torch.int64, device=self.forward.device)
-
-    def _gather(self, counts, rows, tokens, q, nuclei, params) -> DraftBatch:
-        """Cuts [B, longest] proposals to each request's own number and flattens them."""
-        tokens = torch.stack(tokens, 1).flatten()
-        if rows is not None:
-            tokens = tokens[rows]
-        nucleus = None
-        if q is not None:
-            flat = [torch.stack(parts, 1).flatten() for parts in zip(*nuclei, strict=True)]
-            nucleus = Nucleus(*(f if rows is None else f[rows] for f in flat))
-            q = q.view(-1, q.shape[-1])
-        return DraftBatch(
-            tokens, list(counts), logits=q, rows=rows if q is not None else None, nucleus=nucleus,
-            params=params if q is not None else None, target_to_draft=self.target_to_draft if q is not None else None,
-        )  # fmt: skip
+    def _next(self, tokens: Tensor) -> Tensor:
+        return self._forward(tokens[:, None], [1] * len(tokens))
 
     def _catch_up(self, tokens: list[list[int]]) -> Tensor:
         """Feeds what the cache lacks of each request; logits of the next token, [B, columns]."""
