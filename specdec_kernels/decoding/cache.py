@@ -139,9 +139,9 @@ class RowCache(Cache):
                 raise ValueError(f"{name}.rollback: counts[{row}] must be in [0, {length}], got {count}")
         self._set([n - c for n, c in zip(self.lengths, counts, strict=True)])
 
-    def evict(self) -> None:
-        """Lets go of the entries that the budget has left behind, where the storage can. Rolling back further than to where
-        this was called last may then need them, which is an error."""
+    def evict(self, ahead: int = 0) -> None:
+        """Lets go of the entries that the budget has left behind, where the storage can. Rolling back by more than `ahead`
+        tokens from where this was called last may then need them, which is an error."""
 
     def reorder_cache(self, *args) -> None:
         raise RuntimeError(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import SamplingTensors, verify_chain
 from ..verify_tree import MAX_NODES
+from .block_run import BlockRun
 from .cache import RowCache, check_cache
 from .drafters.base import Drafter
 from .forward import ModelForward
@@ -119,8 +120,18 @@ class SpeculativeDecoder:
         elif forward.model is not target:
             raise ValueError("SpeculativeDecoder: forward must be of the same target, got that of another model")
         self.forward = forward
+        if drafter is not None and drafter.block_size is not None:
+            if rule == "block":
+                raise ValueError(
+                    "SpeculativeDecoder: rule must be token or coupled for drafts verified block by block, got 'block'"
+                )
+            if num_draft < drafter.block_size:
+                raise ValueError(
+                    f"SpeculativeDecoder: num_draft must be at least the drafter's block_size {drafter.block_size}, got {num_draft}"
+                )
         if drafter is not None:
             forward.check_taps(type(drafter).__name__, drafter.taps)
+            drafter.attach(forward)
 
     @torch.inference_mode()
     def generate(
@@ -175,7 +186,8 @@ class SpeculativeDecoder:
         self.forward.refresh()
         stats = SpecDecodeStats()
         rows = [Row(b, list(p), len(p), len(p) + max_new_tokens) for b, p in enumerate(prompts)]
-        run = Run(self, rows, params, ends, stats)
+        blocks = self.drafter is not None and self.drafter.block_size is not None
+        run = (BlockRun if blocks else Run)(self, rows, params, ends, stats)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         bar = _bar(progress, batch * max_new_tokens)
@@ -216,14 +228,18 @@ class SpeculativeDecoder:
             repeats: measured forwards of each size, after one that is not.
         """
         self.forward.refresh()
-        ids = torch.arange(context + self.num_draft + 1, device=self.forward.device) % self.forward.vocab_size
+        ids = (
+            torch.arange(context + max(self.num_draft, self.max_nodes) + 1, device=self.forward.device)
+            % self.forward.vocab_size
+        )
         ids = ids.repeat(batch_size, 1)
         cache = self.new_cache(batch_size, ids.shape[1])
         self.forward(ids[:, :context], [context] * batch_size, cache, last_only=True)
         cache.advance([context] * batch_size)
         params = SamplingTensors.create(temperature=1.0, seed=0, batch_size=batch_size, device=ids.device)
         position = torch.full((batch_size,), context + 1, dtype=torch.int64, device=ids.device)
-        sizes = sorted({0, min(1, self.num_draft), self.num_draft} if self.drafter is not None else {0})
+        most = self.max_nodes if self.drafter is not None and self.drafter.trees else self.num_draft
+        sizes = sorted({0, min(1, most), most} if self.drafter is not None else {0})
         # In turn, so that the machine's other load meets all sizes alike; the first round pays for lazy initialisation.
         for repeat in range(repeats + 1):
             for drafts in sizes:

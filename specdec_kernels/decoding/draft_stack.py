@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -65,6 +66,20 @@ class DraftStack(nn.Module):
         for i in range(shared):
             self.decoder.layers[i] = decoder.layers[i]
 
+    def start_from(self, target) -> None:
+        """New layers and the norm start as copies of the target's last ones; layers of another size as if they were not there."""
+        last = target.get_decoder().layers[self.shared - self.config.num_hidden_layers :]
+        with torch.no_grad():
+            self.norm.weight.copy_(target.get_decoder().norm.weight)
+            for new, old in zip(self.decoder.layers[self.shared :], last, strict=True):
+                state = old.state_dict()
+                if all(state[name].shape == t.shape for name, t in new.state_dict().items()):
+                    new.load_state_dict(state)
+                    continue
+                for name, parameter in new.named_parameters():
+                    if name.endswith(("o_proj.weight", "down_proj.weight")):
+                        parameter.zero_()
+
     def forward(self, x: Tensor, mask: Tensor | dict | None, positions: Tensor, cache=None) -> Tensor:
         """States behind the last layer, before the norm; x: embeddings [B, q, H]; mask: additive 4D; cache: transformers'."""
         name = "cache" if "cache" in _parameters(self.decoder) else "past_key_values"
@@ -80,10 +95,10 @@ def _parameters(module: nn.Module) -> Sequence[str]:
 class StackForward:
     """Runs a `DraftStack` over a `RowCache`, packed where it is a Llama-shaped one in float32 on the CPU.
 
-    The weights are packed once: change them and make a new one.
+    The weights are packed once: change them and make a new one. ready: the first layers, where they are packed already.
     """
 
-    def __init__(self, stack: DraftStack):
+    def __init__(self, stack: DraftStack, ready: Sequence[Any] = ()):
         self.stack, self.config, self.device = stack, stack.config, next(stack.parameters()).device
         self.dtype = next(stack.parameters()).dtype
         kinds = getattr(self.config, "layer_types", None)
@@ -95,7 +110,7 @@ class StackForward:
         self.packed = unfit_layers(decoder, self.config, _PACKED) is None
         self.norm: Any = stack.norm
         if self.packed:
-            self._layers = PackedLayers(decoder.layers, decoder.rotary_emb, self.config)
+            self._layers = PackedLayers(decoder.layers, decoder.rotary_emb, self.config, ready)
             self.norm = PackedNorm(stack.norm)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None):

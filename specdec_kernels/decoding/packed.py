@@ -77,6 +77,16 @@ class PackedForward(ModelForward):
                 self._fits, self._disagreement = False, str(error)
                 raise
 
+    @property
+    def fits(self) -> bool:
+        """Whether the packed path is taken."""
+        return self._fits
+
+    @property
+    def layers(self) -> list:
+        """The packed layers, for who shares them."""
+        return self._layers.layers
+
     def refresh(self) -> None:
         with model_lock(self.model):
             reason = self.unfit(self.model)

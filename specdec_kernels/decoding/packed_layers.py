@@ -76,16 +76,16 @@ class _Layer:
 class PackedLayers:
     """Decoder layers of a Llama, Mistral, Qwen2 or Qwen3, packed. `unfit_layers` says what cannot be.
 
-    layers, rotary: of the base model · config: its text config.
+    layers, rotary: of the base model · config: its text config · packed: the first layers, where another one has packed them.
     """
 
-    def __init__(self, layers: Sequence[Any], rotary: Any, config):
+    def __init__(self, layers: Sequence[Any], rotary: Any, config, packed: Sequence[_Layer] = ()):
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._rotary = rotary
         self._sign = torch.ones(self._dim)
         self._sign[: self._dim // 2] = -1
-        self._layers = [_Layer(layer) for layer in layers]
+        self.layers = [*packed, *(_Layer(layer) for layer in layers[len(packed) :])]
 
     def __call__(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: RowCache, taps: Sequence[int] = ()
@@ -109,7 +109,7 @@ class PackedLayers:
         states = {}
 
         # As few calls as it takes: each finds the processor's caches full of weights and costs microseconds.
-        for layer_index, layer in enumerate(self._layers):
+        for layer_index, layer in enumerate(self.layers):
             qkv = layer.qkv(layer.norm1(x)).view(total, heads + 2 * kv_heads, dim)
             qk = qkv.narrow(1, 0, heads + kv_heads)
             if layer.q_norm is not None:

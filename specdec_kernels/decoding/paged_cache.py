@@ -197,13 +197,13 @@ class PagedCache(RowCache):
                     f"up to {(first + evicted) * size} have left its budget of {self.budget}"
                 )
 
-    def evict(self) -> None:
+    def evict(self, ahead: int = 0) -> None:
         if self.budget is None:
             return
         self._take_none()
-        self._note(self.pages.evict(self.budget))
+        self._note(self.pages.evict(self.budget + ahead))
         size = self.pages.page_size
-        gone = [max((n - self.budget) // size - self._first, 0) for n in self.lengths]
+        gone = [max((n - self.budget - ahead) // size - self._first, 0) for n in self.lengths]
         self._evicted = [max(a, b) for a, b in zip(self._evicted, gone, strict=True)]
 
     def fork(self, source: int, destination: int) -> None:

@@ -224,9 +224,13 @@ class Run:
             taps = taps.index_select(0, on_device(kept, torch.int64, self.device))
         self.drafter.observe(StepOutcome(emitted, counts, accepted, taps, paths))
 
+    def _running(self) -> list[int]:
+        """Rows that are not done."""
+        return [i for i, row in enumerate(self.rows) if len(row.tokens) < row.limit and row.tokens[-1] not in self.ends]
+
     def _finish(self, emitted: list[list[int]]) -> list[list[int]]:
         """Drops the rows that are done from the batch, caches and parameters; gives `emitted` back."""
-        keep = [i for i, row in enumerate(self.rows) if len(row.tokens) < row.limit and row.tokens[-1] not in self.ends]
+        keep = self._running()
         if len(keep) < len(self.rows):
             self.rows = [self.rows[i] for i in keep]
             if keep:

@@ -19,6 +19,8 @@ class SpecDecodeStats:
     | `target_rows` | requests in those forwards, summed: a forward of 4 requests counts 4 |
     | `draft_calls` | forwards of a draft model (0 for lookups) |
     | `drafted`, `accepted` | draft tokens verified, and accepted |
+    | `emitted` | tokens that those forwards gave, before an end of sequence cut some off |
+    | `discarded` | drafts made ahead (`block_size`) and never verified, as one before them was rejected |
     | `drafted_at[i]`, `accepted_at[i]` | steps of a request whose chain, or longest path, had an i-th draft, and in which that many were accepted |
     | `plain_steps` | steps without any draft: nothing proposed, or speculation paused |
     | `fallbacks` | times that speculation was paused because it did not pay |
@@ -32,6 +34,8 @@ class SpecDecodeStats:
     draft_calls: int = 0
     drafted: int = 0
     accepted: int = 0
+    emitted: int = 0
+    discarded: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     plain_steps: int = 0
@@ -45,7 +49,7 @@ class SpecDecodeStats:
     @property
     def tokens_per_call(self) -> float:
         """Tokens per request and target forward; 1 without speculation. The prefill and its token do not count."""
-        return (self.accepted + self.target_rows) / self.target_rows if self.target_rows else 0.0
+        return self.emitted / self.target_rows if self.target_rows else 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -79,8 +83,15 @@ class SpecDecodeStats:
         lookup = self.draft_seconds if self.draft_calls == 0 else 0.0
         return (self.verify_seconds + self.rest_seconds + lookup) / self.step_seconds if self.step_seconds else 0.0
 
-    def record(self, drafted: list[int], accepted: list[int], depths: list[int] | None = None) -> None:
-        """Adds one step: drafts verified and accepted, per request; depths: longest paths of trees."""
+    def record(
+        self,
+        drafted: list[int],
+        accepted: list[int],
+        depths: list[int] | None = None,
+        emitted: int | None = None,
+    ) -> None:
+        """Adds one step: drafts verified and accepted, per request; depths: longest paths of trees; emitted: tokens in all, one
+        more than accepted for each request where not given."""
         depths = drafted if depths is None else depths
         longest = max(depths, default=0)
         grow = longest - len(self.drafted_at)
@@ -96,6 +107,7 @@ class SpecDecodeStats:
         self.target_rows += len(drafted)
         self.drafted += sum(drafted)
         self.accepted += sum(accepted)
+        self.emitted += sum(accepted) + len(accepted) if emitted is None else emitted
         self.plain_steps += longest == 0
 
     def to_dict(self) -> dict:

@@ -92,6 +92,8 @@ class Drafter(ABC):
     deterministic: bool = False
     #: Proposals are trees.
     trees: bool = False
+    #: Drafts verified at a time while the next ones are drafted; None: all of a step. Such a drafter has `rewind`.
+    block_size: int | None = None
     #: Layers of the target whose output states `observe` is given, 0 for the first; -1: what the LM head reads.
     taps: Sequence[int] = ()
     #: Forwards of a draft model so far.
@@ -110,6 +112,14 @@ class Drafter(ABC):
 
     def select_rows(self, rows: Sequence[int]) -> None:  # noqa: B027
         """Keeps the state of `rows` (ascending indices among the running requests)."""
+
+    def rewind(self, lengths: Sequence[int], ahead: int = 0) -> None:
+        """Of drafters with a `block_size`: forgets what it has read behind the first lengths[b] tokens of each request. What it
+        has proposed is not observed then; `propose` gets texts with the drafts that are still to be verified at their ends."""
+        raise NotImplementedError
+
+    def attach(self, forward) -> None:  # noqa: B027
+        """Takes note of the target's `ModelForward`, for drafters that share something with it; before the first `begin`."""
 
     def check_target(self, target) -> None:  # noqa: B027
         """Raises ValueError where the target model cannot be drafted for."""

@@ -37,6 +37,8 @@ class DraftModelDrafter(ChainDrafter):
         budget: the draft model reads the last `budget` tokens and the first `sinks` alone; a paged cache then keeps and gathers
             no more of them, beyond whole pages. None: all. Worse drafts for long texts; the law of the text is the same.
         sinks: see `budget`.
+        block_size: verify this many drafts at a time while the next ones are drafted (`BlockRun`); None: a step drafts, then
+            verifies all.
 
     Raises:
         UnsupportedModel: the model's cache cannot be rolled back by length.
@@ -46,18 +48,25 @@ class DraftModelDrafter(ChainDrafter):
     def __init__(
         self, model, *, target_to_draft: Tensor | None = None, packed: bool | str = "auto",
         cache: str = "ragged", page_size: int = 16, budget: int | None = None, sinks: int = 0,
+        block_size: int | None = None,
     ):  # fmt: skip
-        self.forward = (packed and PackedForward.build(model, required=packed is True)) or ModelForward(model)
-        self.target_to_draft = target_to_draft
-        self.calls = 0
-        self._columns = self.forward.vocab_size
+        forward = (packed and PackedForward.build(model, required=packed is True)) or ModelForward(model)
         self._last_id = model.get_input_embeddings().weight.shape[0] - 1
-        self.cache, self.page_size = check_cache("DraftModelDrafter", cache, page_size), page_size
+        self._set_up(forward, target_to_draft, cache, page_size, budget, sinks, block_size)
+
+    def _set_up(self, forward, target_to_draft, cache, page_size, budget, sinks, block_size) -> None:
+        name = type(self).__name__
+        self.forward, self.target_to_draft = forward, target_to_draft
+        self.calls = 0
+        self._columns = forward.vocab_size
+        self.cache, self.page_size = check_cache(name, cache, page_size), page_size
         if budget is not None and not (isinstance(budget, int) and budget >= 1):
-            raise ValueError(f"DraftModelDrafter: budget must be an int >= 1 or None, got {budget!r}")
+            raise ValueError(f"{name}: budget must be an int >= 1 or None, got {budget!r}")
         if not isinstance(sinks, int) or sinks < 0 or (sinks and budget is None):
-            raise ValueError(f"DraftModelDrafter: sinks must be an int >= 0, and 0 without a budget, got {sinks!r}")
-        self.budget, self.sinks = budget, sinks
+            raise ValueError(f"{name}: sinks must be an int >= 0, and 0 without a budget, got {sinks!r}")
+        if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
+            raise ValueError(f"{name}: block_size must be an int >= 1 or None, got {block_size!r}")
+        self.budget, self.sinks, self.block_size = budget, sinks, block_size
         self._cache: RowCache = self._new_cache(0, 1)
         self._committed: list[int] = []
 
@@ -132,11 +141,17 @@ class DraftModelDrafter(ChainDrafter):
     def observe(self, outcome: StepOutcome) -> None:
         # Entries beyond the committed text and the accepted drafts are of rejected ones; plain steps leave none.
         if self._committed:
-            kept = [n + a for n, a in zip(self._committed, outcome.accepted, strict=True)]
-            lengths = self._cache.lengths
-            self._cache.rollback([max(have - keep, 0) for have, keep in zip(lengths, kept, strict=True)])
+            self.rewind([n + a for n, a in zip(self._committed, outcome.accepted, strict=True)])
             self._committed = []
         self._cache.evict()
+
+    def rewind(self, lengths: Sequence[int], ahead: int = 0) -> None:
+        """Drops the entries behind the first lengths[b] of each row, where it has them; with `ahead` lets go of what a budget no
+        longer needs, of rows that may be rewound by that many tokens yet."""
+        have = self._cache.lengths
+        self._cache.rollback([max(n - keep, 0) for n, keep in zip(have, lengths, strict=True)])
+        if ahead:
+            self._cache.evict(ahead)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self._cache.select_rows(rows)

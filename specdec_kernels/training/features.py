@@ -1,0 +1,161 @@
+"""The target's hidden states over the training texts, computed once and kept on disk.
+
+A folder of shards, each a safetensors file of `_TEXTS` texts one behind the other: `tokens` int32 [n], `lengths` and `starts` int32
+[texts], `states` float16 [n, (T + 1) H]: the tapped layers' output states side by side, and what the LM head reads. A shard
+appears complete or not at all, so an interrupted run goes on with the first that is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..decoding.forward import ModelForward
+from .texts import Text
+
+_TEXTS = 256
+_TOKENS = 2048  # of a forward
+
+
+@dataclass
+class FeatureBatch:
+    """tokens int64 [B, S] · lengths, starts int64 [B]: tokens of a text, and the first whose prediction is trained · states float32
+    [B, S, T H] of the taps · last float32 [B, S, H], what the LM head read · texts: which they are."""
+
+    tokens: Tensor
+    lengths: Tensor
+    starts: Tensor
+    states: Tensor
+    last: Tensor
+    texts: list[int]
+
+
+def compute(target, texts: Sequence[Text], taps: Sequence[int], folder: Path | str) -> Path:
+    """Fills the folder with the states of all texts, with a progress bar; what is there already is kept.
+
+    Raises ValueError where the folder holds the states of other texts, taps or another target.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    forward = ModelForward(target)
+    forward.check_taps("features", taps)
+    meta = {"taps": list(taps), "texts": len(texts), "digest": _digest(target, texts)}
+    path = folder / "meta.json"
+    if path.exists() and (kept := json.loads(path.read_text())) != meta:
+        name = next(key for key in meta if kept.get(key) != meta[key])
+        raise ValueError(
+            f"{folder}: holds other features: {name} is {kept.get(name)}, not {meta[name]}; name another folder"
+        )
+    path.write_text(json.dumps(meta))
+    from tqdm.auto import tqdm
+
+    shards = range(0, len(texts), _TEXTS)
+    with tqdm(total=sum(len(t.tokens) for t in texts), unit="tok", desc="hidden states") as bar:
+        for number, begin in enumerate(shards):
+            part = texts[begin : begin + _TEXTS]
+            file = folder / f"{number:05d}.safetensors"
+            if not file.exists():
+                _shard(forward, part, tuple(taps), file, bar)
+            else:
+                bar.update(sum(len(t.tokens) for t in part))
+    return folder
+
+
+def _digest(target, texts: Sequence[Text]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(json.dumps([text.tokens, text.start]).encode())
+    weight = target.get_input_embeddings().weight
+    digest.update(f"{type(target).__name__} {list(weight.shape)} {float(weight.double().sum()):.6f}".encode())
+    return digest.hexdigest()
+
+
+@torch.inference_mode()
+def _shard(forward: ModelForward, texts: Sequence[Text], taps: tuple[int, ...], file: Path, bar) -> None:
+    from safetensors.torch import save_file
+
+    states: list[Tensor | None] = [None] * len(texts)
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
+    while order:
+        group, longest = [], len(texts[order[-1]].tokens)
+        while order and (len(group) + 1) * longest <= max(_TOKENS, longest):
+            group.append(order.pop())
+        counts = [len(texts[i].tokens) for i in group]
+        feed = torch.tensor([texts[i].tokens + [0] * (longest - n) for i, n in zip(group, counts, strict=True)])
+        cache = forward.new_cache(len(group), longest)
+        out = forward(feed.to(forward.device), counts, cache, last_only=True, taps=(*taps, -1))
+        for i, part in zip(group, out.taps.to(torch.float16).cpu().split(counts), strict=True):
+            states[i] = part
+        bar.update(sum(counts))
+    work = file.with_suffix(".part")
+    tensors = {
+        "tokens": torch.tensor([t for text in texts for t in text.tokens], dtype=torch.int32),
+        "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int32),
+        "starts": torch.tensor([text.start for text in texts], dtype=torch.int32),
+        "states": torch.cat(states),
+    }
+    save_file(tensors, str(work))
+    os.replace(work, file)
+
+
+class FeatureBatches(Dataset):
+    """Batches of texts of like length; an item is a whole `FeatureBatch`.
+
+    folder: of `compute` · tokens: most padded tokens of a batch · texts: which of the texts (their numbers); None: all · seed:
+    of the order.
+    """
+
+    def __init__(self, folder: Path | str, *, tokens: int = 2048, texts: Sequence[int] | None = None, seed: int = 0):
+        from safetensors import safe_open
+
+        self.files, self.places = [], []
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            file = safe_open(str(path), "pt")
+            self.files.append(file)
+            lengths, starts = file.get_tensor("lengths").tolist(), file.get_tensor("starts").tolist()
+            begin = 0
+            for n, start in zip(lengths, starts, strict=True):
+                self.places.append((len(self.files) - 1, begin, n, start))
+                begin += n
+        chosen = list(range(len(self.places)) if texts is None else texts)
+        rng = random.Random(seed)
+        rng.shuffle(chosen)
+        chosen.sort(key=lambda i: self.places[i][2] // 16)  # stable: random among like lengths
+        self.batches: list[list[int]] = []
+        batch: list[int] = []
+        for i in chosen:
+            if batch and (len(batch) + 1) * self.places[i][2] > tokens:
+                self.batches.append(batch)
+                batch = []
+            batch.append(i)
+        self.batches += [batch] if batch else []
+        rng.shuffle(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> FeatureBatch:
+        rows = [self.places[i] for i in self.batches[index]]
+        tokens, states = [], []
+        for file, begin, n, _ in rows:
+            tokens.append(self.files[file].get_slice("tokens")[begin : begin + n].long())
+            states.append(self.files[file].get_slice("states")[begin : begin + n].float())
+        padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
+        lengths, starts = (torch.tensor([row[k] for row in rows]) for k in (2, 3))
+        size = self.last_size
+        return FeatureBatch(
+            torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), lengths, starts, padded[:, :, :-size],
+            padded[:, :, -size:], self.batches[index],
+        )  # fmt: skip
+
+    #: H; set by whoever knows the target.
+    last_size: int

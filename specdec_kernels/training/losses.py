@@ -1,0 +1,21 @@
+"""Distances between the drafter's distribution and the target's."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.no_grad()
+def soft_targets(last: Tensor, head: Tensor) -> Tensor:
+    """The target's distribution over the rows of `head` (those of the ids that can be drafted, renormalised), [n, Vd].
+
+    last: [n, H], what the LM head reads.
+    """
+    return F.linear(last, head).softmax(-1)
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """sum min(p, q) = 1 - TV: the probability that rule "token" accepts a draft of q; [n]."""
+    return torch.minimum(p, q).sum(-1)
