@@ -1,4 +1,5 @@
-"""`python -m specdec_kernels info`: versions, backends and why one is missing. `demo` runs the demonstration."""
+"""`python -m specdec_kernels info`: versions, backends and why one is missing. `demo` runs the demonstration,
+`train` trains drafters."""
 
 import json
 import sys
@@ -15,10 +16,14 @@ def main(argv: list[str]) -> int:
         from .demo.__main__ import main as demo
 
         return demo(argv[1:])
+    if command == "train":
+        from .training.cli import main as train
+
+        return train(argv[1:])
     if command in ("-h", "--help"):
         print(__doc__)
         return 0
-    print(f"usage: python -m specdec_kernels [info|demo], got {command!r}", file=sys.stderr)
+    print(f"usage: python -m specdec_kernels [info|demo|train], got {command!r}", file=sys.stderr)
     return 2
 
 

@@ -1,7 +1,21 @@
 """Speculative decoding with transformers models, on the package's own ops."""
 
 from .decoder import GenerateResult, SpeculativeDecoder
-from .drafters import DraftBatch, DraftContext, Drafter, DraftModelDrafter, PromptLookupDrafter, StepOutcome
+from .drafters import (
+    ChainDrafter,
+    DraftBatch,
+    DraftContext,
+    Drafter,
+    DraftModelDrafter,
+    DraftPart,
+    EagleDrafter,
+    EagleModel,
+    FlashSpecDrafter,
+    FlashSpecModel,
+    PromptLookupDrafter,
+    StepOutcome,
+    load_drafter_part,
+)
 from .forward import ModelForward
 from .packed import PackedForward
 from .paged_cache import PagedCache
@@ -12,10 +26,16 @@ from .support import UnsupportedModel
 
 __all__ = [
     "CacheRollback",
+    "ChainDrafter",
     "DraftBatch",
     "DraftContext",
     "DraftModelDrafter",
+    "DraftPart",
     "Drafter",
+    "EagleDrafter",
+    "EagleModel",
+    "FlashSpecDrafter",
+    "FlashSpecModel",
     "GenerateResult",
     "ModelForward",
     "PackedForward",
@@ -26,5 +46,6 @@ __all__ = [
     "SpeculativeDecoder",
     "StepOutcome",
     "UnsupportedModel",
+    "load_drafter_part",
     "rollback_attention_mask",
 ]

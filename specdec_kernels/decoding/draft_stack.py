@@ -80,6 +80,15 @@ class DraftStack(nn.Module):
                     if name.endswith(("o_proj.weight", "down_proj.weight")):
                         parameter.zero_()
 
+    def upper(self, x: Tensor, positions: Tensor) -> Tensor:
+        """States behind the last layer, of states [B, n, H] behind the shared ones, under causal attention."""
+        part = copy.copy(self.decoder)
+        part._modules = dict(self.decoder._modules)
+        part.layers = nn.ModuleList(self.decoder.layers[self.shared :])
+        part.config = copy.copy(self.config)
+        part.config.num_hidden_layers = len(part.layers)
+        return part(inputs_embeds=x, position_ids=positions, use_cache=False).last_hidden_state
+
     def forward(self, x: Tensor, mask: Tensor | dict | None, positions: Tensor, cache=None) -> Tensor:
         """States behind the last layer, before the norm; x: embeddings [B, q, H]; mask: additive 4D; cache: transformers'."""
         name = "cache" if "cache" in _parameters(self.decoder) else "past_key_values"

@@ -110,13 +110,22 @@ def _shard(forward: ModelForward, texts: Sequence[Text], taps: tuple[int, ...], 
 class FeatureBatches(Dataset):
     """Batches of texts of like length; an item is a whole `FeatureBatch`.
 
-    folder: of `compute` · tokens: most padded tokens of a batch · texts: which of the texts (their numbers); None: all · seed:
+    folder: of `compute` · hidden_size: H · tokens: most padded tokens of a batch · texts: which of the texts (their numbers); None: all · seed:
     of the order.
     """
 
-    def __init__(self, folder: Path | str, *, tokens: int = 2048, texts: Sequence[int] | None = None, seed: int = 0):
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        hidden_size: int,
+        tokens: int = 2048,
+        texts: Sequence[int] | None = None,
+        seed: int = 0,
+    ):
         from safetensors import safe_open
 
+        self.hidden_size = hidden_size
         self.files, self.places = [], []
         for path in sorted(Path(folder).glob("*.safetensors")):
             file = safe_open(str(path), "pt")
@@ -151,11 +160,8 @@ class FeatureBatches(Dataset):
             states.append(self.files[file].get_slice("states")[begin : begin + n].float())
         padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
         lengths, starts = (torch.tensor([row[k] for row in rows]) for k in (2, 3))
-        size = self.last_size
+        size = self.hidden_size
         return FeatureBatch(
             torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), lengths, starts, padded[:, :, :-size],
             padded[:, :, -size:], self.batches[index],
         )  # fmt: skip
-
-    #: H; set by whoever knows the target.
-    last_size: int

@@ -43,6 +43,11 @@ class EagleModel(DraftPart):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.to(device=target.device, dtype=target.dtype)
         self.stack = DraftStack(target, 1, intermediate_size=intermediate_size)
+        self.stack.start_from(target)
+        with torch.no_grad():
+            # The layer starts as the target's last one, reading the feature.
+            self.fc.weight.normal_(0, 0.02)
+            self.fc.weight[:, size:] += torch.eye(size, dtype=self.fc.weight.dtype, device=self.fc.weight.device)
 
     @property
     def taps(self) -> tuple[int, ...]:

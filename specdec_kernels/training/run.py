@@ -1,0 +1,76 @@
+"""Trains one drafter from texts to file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+
+from ..decoding.drafters.eagle import EagleModel
+from ..decoding.drafters.flashspec import FlashSpecModel
+from . import features
+from .cli import frequent_ids
+from .eagle import EagleTraining
+from .flashspec import FlashSpecTraining
+from .module import PartTraining
+from .texts import Text
+from .trainer import train
+
+
+def _build(options, target, draft_ids) -> PartTraining:
+    torch.manual_seed(options.seed)
+    common: dict[str, Any] = {"draft_ids": draft_ids, "intermediate_size": options.intermediate_size}
+    if options.kind == "eagle":
+        layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        taps = options.taps or [layers // 4, layers // 2, layers - 1 - layers // 4]
+        return EagleTraining(EagleModel(target, taps=taps, **common), steps=options.steps)
+    if options.kind == "flashspec":
+        return FlashSpecTraining(FlashSpecModel(target, shared=options.shared, adapters=options.adapters, **common))
+    raise ValueError(f"train: no such drafter: {options.kind}")
+
+
+def train_drafter(options, target, texts: list[Text], command: str) -> dict:
+    """Trains what the command line asks for and writes it to `options.out`; figures of the texts that were held out."""
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    vocab = target.get_output_embeddings().weight.shape[0]
+    model = _build(options, target, frequent_ids(texts, options.draft_vocab, vocab))
+    folder = features.compute(target, texts, model.part.taps, options.features or out / "features")
+    held = max(1, round(options.held_out * len(texts)))
+    size = model.part.hidden_size
+    batches = features.FeatureBatches(
+        folder, hidden_size=size, tokens=options.tokens_per_step, texts=range(held, len(texts)), seed=options.seed
+    )
+    begin = perf_counter()
+    train(
+        model, batches, out, epochs=options.epochs, learning_rate=options.learning_rate, seed=options.seed,
+        save_steps=options.save_steps,
+    )  # fmt: skip
+    seconds = perf_counter() - begin
+    report = evaluate(model, features.FeatureBatches(folder, hidden_size=size, texts=range(held)))
+    about = {
+        "command": command, "seed": options.seed, "texts": len(texts), "held_out": held,
+        "tokens": sum(len(t.tokens) - t.start for t in texts), "texts_sha256": _digest(texts), "figures": report,
+        "torch": torch.__version__, "transformers": transformers.__version__,
+    }  # fmt: skip
+    model.part.save(out, dtype=options.dtype, about=about)
+    return report | {"seconds": round(seconds, 1), "bytes": (out / "model.safetensors").stat().st_size}
+
+
+@torch.inference_mode()
+def evaluate(model: PartTraining, batches: features.FeatureBatches) -> dict[str, float]:
+    """Means over batches of what the training logs."""
+    total: dict[str, float] = {}
+    for i in range(len(batches)):
+        for name, value in model(batches[i]).items():
+            total[name] = total.get(name, 0.0) + float(value) / len(batches)
+    return {name: round(value, 4) for name, value in total.items()}
+
+
+def _digest(texts: list[Text]) -> str:
+    return hashlib.sha256(json.dumps([t.tokens for t in texts]).encode()).hexdigest()

@@ -1,0 +1,337 @@
+"""EAGLE and FlashSpec drafters: exact whatever they draft, what they draft is what their formula says, their files."""
+
+import json
+
+import pytest
+import torch
+from scipy import stats
+
+from tests.smollm2_fixture import assert_same_text, recompute, tiny
+from tests.test_decoder import padded, prompts, sampling
+
+from specdec_kernels import SamplingTensors  # isort: skip
+from specdec_kernels.decoding import (  # isort: skip
+    DraftModelDrafter,
+    EagleDrafter,
+    EagleModel,
+    FlashSpecDrafter,
+    FlashSpecModel,
+    ModelForward,
+    SpeculativeDecoder,
+    load_drafter_part,
+)
+
+NEW = 16
+KEPT = [*range(0, 64, 2), 63]
+
+
+def eagle(model, taps=(-1,), draft_ids=None, seed=1):
+    torch.manual_seed(seed)
+    return EagleModel(model, taps=taps, draft_ids=draft_ids)
+
+
+def flashspec(model, draft_ids=None, seed=1):
+    torch.manual_seed(seed)
+    part = FlashSpecModel(model, shared=1, adapters=2, draft_ids=draft_ids)
+    with torch.no_grad():
+        for name, tensor in part.tensors().items():
+            if tensor.dim() > 1:
+                tensor.add_(torch.randn(tensor.shape), alpha=0.3 if name == "widen.weight" else 0.1)
+    return part
+
+
+def drafters(model):
+    """name -> drafter, of every form."""
+    yield "tree", EagleDrafter(eagle(model))
+    yield (
+        "tree of three taps, few ids",
+        EagleDrafter(eagle(model, (0, 1, -1), KEPT), top_k=3, cache="paged", page_size=4),
+    )
+    yield "chain", EagleDrafter(eagle(model, (1,), KEPT), tree=False)
+    yield "shared layers", FlashSpecDrafter(flashspec(model), block_size=None)
+    for size in (1, 2, 3):
+        yield f"blocks of {size}", FlashSpecDrafter(flashspec(model, KEPT), block_size=size)
+    yield "blocks on a budget", FlashSpecDrafter(flashspec(model), cache="paged", page_size=4, budget=6, sinks=1)
+
+
+@pytest.mark.parametrize(("kind", "temperature"), [("llama", 0.0), ("llama", 0.9), ("qwen3", 0.9), ("gemma3", 0.9)])
+def test_same_text_as_without(kind, temperature):
+    """Rows of different lengths that end at different steps; rule "coupled", or greedy under the rule that drafter has."""
+    model, params = tiny(kind), sampling(3, temperature)
+    ids, mask = padded(prompts(3), "left")
+    ends = [5]
+    plain = SpeculativeDecoder(model).generate(ids, mask, params, max_new_tokens=NEW, eos=ends).tokens
+    for name, drafter in drafters(model):
+        rule = "coupled" if temperature else "auto"
+        decoder = SpeculativeDecoder(model, drafter, num_draft=4, max_nodes=12, rule=rule, adaptive=False)
+        result = decoder.generate(ids, mask, params, max_new_tokens=NEW, eos=ends)
+        for b, prompt in enumerate(prompts(3)):
+            assert_same_text(model, prompt, result.tokens[b], plain[b], params, b)
+        assert result.stats.drafted > 0, name
+
+
+def forms(model):
+    yield "target_only", EagleDrafter(eagle(model, draft_ids=[0, 1, 3, 4]), top_k=2)
+    yield "token", EagleDrafter(eagle(model, draft_ids=[0, 1, 3, 4]), tree=False)
+    yield "token", FlashSpecDrafter(flashspec(model, [0, 2, 3, 5]), block_size=2)
+    yield "token", FlashSpecDrafter(flashspec(model), block_size=1)
+
+
+@pytest.mark.parametrize("form", range(4))
+def test_sampled_law(form):
+    """Three tokens over several steps against the model's own probabilities, by chi-square."""
+    model, rows, prompt = tiny("llama", vocab=6, scale=0.15), 4096, [1, 4, 2]
+    rule, drafter = list(forms(model))[form]
+    params = SamplingTensors.create(temperature=1.0, seed=list(range(rows)), batch_size=rows)
+    decoder = SpeculativeDecoder(model, drafter, num_draft=3, max_nodes=5, rule=rule, adaptive=False)
+    result = decoder.generate(torch.tensor([prompt] * rows), params=params, max_new_tokens=4)
+    assert result.stats.accepted > rows // 2
+    assert result.stats.accepted < result.stats.drafted
+    seen = torch.zeros(6, 6, 6)
+    for tokens in result.tokens:
+        seen[tuple(tokens[1:])] += 1
+    law = torch.zeros(6, 6, 6, 6, dtype=torch.float64)
+    for a in range(6):
+        for b in range(6):
+            for c in range(6):
+                p = recompute(model, [*prompt, a, b, c]).double().softmax(-1)
+                law[a, b, c] = p[2, a] * p[3, b] * p[4, c] * p[5]
+    expected = law.sum(0).flatten() * rows
+    big = expected >= 4
+    seen, expected = seen.flatten(), expected
+    observed = torch.cat([seen[big], seen[~big].sum()[None]])
+    wanted = torch.cat([expected[big], expected[~big].sum()[None]])
+    statistic = float(((observed - wanted) ** 2 / wanted)[wanted > 0].sum())
+    assert stats.chi2.sf(statistic, int(big.sum()) - 1) > 1e-4
+
+
+@torch.inference_mode()
+def eagle_logits(part, text, drafted=()):
+    """From the definition: entry i pairs the target's feature of token i with token i + 1, drafted ones go on from the layer's own
+    states, each forward from scratch."""
+    out = ModelForward(part.target)
+    cache = out.new_cache(1, 64)
+    features = part.fuse(out(torch.tensor([text]), [len(text)], cache, taps=part.taps).taps)[:-1]
+    tokens = list(text[1:])
+    for token in [*drafted, None]:
+        x = part.join(part.embed(torch.tensor([tokens])), features[None])
+        n = len(tokens)
+        mask = torch.zeros(n, n).masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1), -1e30)
+        states = part.stack(x, mask[None, None], torch.arange(n)[None])[0]
+        logits = part.logits(part.stack.norm(states[-1]))
+        if token is not None:
+            features, tokens = torch.cat([features, states[-1:]]), [*tokens, token]
+    return logits
+
+
+@pytest.mark.parametrize("taps", [(-1,), (0, 1, -1)])
+def test_eagle_tree_is_that_of_the_formula(taps):
+    """Every node's token is among the likeliest behind its path, and the tree keeps the best of all; over several steps, in which
+    the drafter's own entries gave way to the target's features."""
+    model = tiny("qwen3", scale=0.3)
+    part, seen = eagle(model, taps, KEPT), []
+    drafter = EagleDrafter(part, top_k=3)
+    propose = drafter.propose
+
+    def watch(context):
+        batch = propose(context)
+        seen.append(([list(t) for t in context.tokens], batch))
+        return batch
+
+    drafter.propose = watch
+    ids, mask = padded(prompts(2), "left")
+    decoder = SpeculativeDecoder(model, drafter, num_draft=3, max_nodes=6, adaptive=False)
+    decoder.generate(ids, mask, sampling(2), max_new_tokens=8, eos=[])
+    for texts, batch in seen[:4]:
+        start = 0
+        for text, count in zip(texts, batch.counts, strict=True):
+            tokens = batch.tokens[start : start + count].tolist()
+            parents = batch.parents[start : start + count].tolist()
+            start += count
+            path, score = {0: []}, {0: 0.0}
+            for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
+                if parent < 0:
+                    continue
+                log_q = eagle_logits(part, text, path[parent]).double().log_softmax(-1)
+                column = KEPT.index(token)
+                assert (log_q > log_q[column] + 1e-4).sum() < 3
+                path[node], score[node] = [*path[parent], token], score[parent] + float(log_q[column])
+            # No kept node is worse than a child of a kept one that was left out.
+            worst = min(score.values())
+            kept = {tuple(p) for p in path.values()}
+            best = eagle_logits(part, text).double().log_softmax(-1).topk(3)
+            for value, column in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                assert (KEPT[column],) in kept or value <= worst + 1e-4
+
+
+def test_chains_sample_their_own_law():
+    """The q rows that a chain hands to verification are the model's logits behind the text and the drafts before."""
+    model = tiny("llama", scale=0.3)
+    for part, kind in ((eagle(model, (0, -1), KEPT), EagleDrafter), (flashspec(model, KEPT), FlashSpecDrafter)):
+        drafter = kind(part, **({"tree": False} if kind is EagleDrafter else {"block_size": None}))
+        seen, propose = [], drafter.propose
+        drafter.propose = lambda c, propose=propose, seen=seen: (
+            seen.append(([list(t) for t in c.tokens], propose(c))) or seen[-1][1]
+        )
+        ids, mask = padded(prompts(2), "left")
+        decoder = SpeculativeDecoder(model, drafter, num_draft=3, rule="token", adaptive=False)
+        decoder.generate(ids, mask, sampling(2), max_new_tokens=8, eos=[])
+        for texts, batch in seen[:3]:
+            rows = range(sum(batch.counts)) if batch.rows is None else batch.rows.tolist()
+            place = 0
+            for text, count in zip(texts, batch.counts, strict=True):
+                for i in range(count):
+                    before = batch.tokens[place : place + i].tolist()
+                    if kind is EagleDrafter:
+                        want = eagle_logits(part, text, before)
+                    else:
+                        want = flashspec_logits(part, text + before)
+                    torch.testing.assert_close(batch.logits[rows[place + i]], want, atol=2e-4, rtol=0)
+                place += count
+
+
+@torch.inference_mode()
+def flashspec_logits(part, text):
+    """The target's own first layer, then the adapters."""
+    states = []
+    layer = part.target.model.layers[part.options["shared"] - 1]
+    handle = layer.register_forward_hook(lambda m, a, o: states.append(o[0] if isinstance(o, tuple) else o))
+    recompute(part.target, text)
+    handle.remove()
+    upper = part.stack.upper(states[0].view(1, len(text), -1), torch.arange(len(text))[None])
+    return part.logits(part.finish(upper[0, -1]))
+
+
+def test_flashspec_shares_the_target():
+    """Embedding, first layers and LM head are the target's own storage, and no parameter of the file's."""
+    model = tiny("llama")
+    part = FlashSpecModel(model, shared=1, adapters=2)
+    assert part.stack.decoder.layers[0] is model.model.layers[0]
+    assert part.head.data_ptr() == model.lm_head.weight.data_ptr()
+    assert not any("layers.0." in name or "embed" in name or "lm_head" in name for name in part.tensors())
+    drafter = FlashSpecDrafter(part)
+    decoder = SpeculativeDecoder(model, drafter, packed=True)
+    assert drafter.forward.stack._layers.layers[0] is decoder.forward.layers[0]
+
+
+def test_verifying_blocks_of_a_draft_model():
+    """A draft model that is the target: every draft is accepted, every step emits its block and no token more."""
+    model, params = tiny("qwen3"), sampling(2)
+    ids, mask = padded(prompts(2), "left")
+    plain = SpeculativeDecoder(model).generate(ids, mask, params, max_new_tokens=25).tokens
+    for rule in ("coupled", "token"):
+        drafter = DraftModelDrafter(model, block_size=3)
+        decoder = SpeculativeDecoder(model, drafter, num_draft=5, rule=rule, adaptive=False)
+        result = decoder.generate(ids, mask, params, max_new_tokens=25)
+        assert result.stats.accepted == result.stats.drafted == 48
+        assert result.stats.target_calls == 8 and result.stats.tokens_per_call == 3.0
+        assert result.stats.discarded == 0
+        if rule == "coupled":
+            for b, prompt in enumerate(prompts(2)):
+                assert_same_text(model, prompt, result.tokens[b], plain[b], params, b)
+
+
+def test_drafting_runs_beside_the_target():
+    """The next block is asked for while the target's forward runs: neither waits for the other."""
+    import threading
+
+    model = tiny("llama")
+    drafter = DraftModelDrafter(model, block_size=2)
+    decoder = SpeculativeDecoder(model, drafter, num_draft=6, rule="coupled", adaptive=False, packed=False)
+    meet, met = threading.Barrier(2, timeout=20), []
+    forward, propose = decoder.forward, drafter.propose
+
+    class Meeting:
+        def __getattr__(self, name):
+            return getattr(forward, name)
+
+        def __call__(self, tokens, *args, **kwargs):
+            if tokens.shape[1] <= 3 and len(met) < 2:
+                meet.wait()
+                met.append(threading.get_ident())
+            return forward(tokens, *args, **kwargs)
+
+    def proposes(context):
+        if threading.current_thread() is not threading.main_thread() and len(met) < 2:
+            meet.wait()
+        return propose(context)
+
+    decoder.forward, drafter.propose = Meeting(), proposes
+    decoder.generate(torch.tensor([[1, 2, 3, 4, 5]]), params=sampling(1), max_new_tokens=9, eos=[])
+    assert len(met) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("make", [eagle, flashspec])
+def test_files(make, dtype, tmp_path):
+    model = tiny("llama")
+    part = make(model, draft_ids=KEPT)
+    part.save(tmp_path, dtype=dtype, about={"seed": 3})
+    back = load_drafter_part(tmp_path, model)
+    assert type(back) is type(part) and back.options == part.options and back.draft_ids.tolist() == KEPT
+    for name, tensor in part.tensors().items():
+        got = back.tensors()[name]
+        if dtype == "float32" or not tensor.is_floating_point():
+            assert torch.equal(got, tensor), name
+        elif dtype == "float16":
+            torch.testing.assert_close(got, tensor.half().float(), atol=0, rtol=0)
+        elif tensor.dim() == 2:
+            step = tensor.abs().amax(1, keepdim=True) / 127
+            assert ((got - tensor).abs() <= step * 0.51).all(), name
+    assert json.loads((tmp_path / "config.json").read_text())["about"] == {"seed": 3}
+
+
+def test_files_that_do_not_fit(tmp_path):
+    model = tiny("llama")
+    eagle(model).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="made for a target with model_type llama, got qwen3"):
+        load_drafter_part(tmp_path, tiny("qwen3"))
+    with pytest.raises(ValueError, match="made for a target with vocab_size 64, got 6"):
+        load_drafter_part(tmp_path, tiny("llama", vocab=6))
+    for cut in (weights[:-9], weights[:40], weights[:-1] + bytes([weights[-1] ^ 1])):
+        (tmp_path / "model.safetensors").write_bytes(cut)
+        with pytest.raises(ValueError, match="truncated or changed: sha256 must be"):
+            load_drafter_part(tmp_path, model)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    for change, message in (
+        ({"drafter": "medusa"}, "config.json must be of a drafter .* got 'medusa'"),
+        ({"options": {"taps": [-1], "intermediate_size": 32}}, r"wrong or missing: \['stack.decoder.layers.0.mlp"),
+        ({"options": {"taps": [0, 1], "intermediate_size": None}}, r"wrong or missing: \['fuse.weight"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=message):
+            load_drafter_part(tmp_path, model)
+    (tmp_path / "config.json").write_text(json.dumps(config)[:50])
+    with pytest.raises(ValueError, match=r"config.json is no JSON"):
+        load_drafter_part(tmp_path, model)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config.json"):
+        load_drafter_part(tmp_path, model)
+
+
+def test_errors_name_the_argument():
+    model, other = tiny("llama"), tiny("llama", seed=5)
+    for call, message in (
+        (lambda: EagleDrafter(eagle(model), top_k=0), "top_k must be an int in 1..32, got 0"),
+        (lambda: SpeculativeDecoder(other, EagleDrafter(eagle(model))), "EagleDrafter: target must be the model's own"),
+        (lambda: SpeculativeDecoder(other, FlashSpecDrafter(flashspec(model))), "FlashSpecDrafter: target must be"),
+        (lambda: SpeculativeDecoder(model, EagleDrafter(eagle(model, (2,)))), "taps must be layers of the target"),
+        (lambda: FlashSpecModel(model, shared=3), "shared must be an int in 1..2, the target's layers, got 3"),
+        (lambda: FlashSpecModel(model, adapters=0), "adapters must be an int >= 1, got 0"),
+        (lambda: eagle(model, draft_ids=[3, 3]), "draft_ids must be ascending target ids"),
+        (lambda: eagle(model, draft_ids=[3, 64]), "draft_ids must be below 64, got 64"),
+        (lambda: FlashSpecDrafter(flashspec(model), block_size=0), "FlashSpecDrafter: block_size must be an int >= 1"),
+        (lambda: eagle(model).save("x", dtype="int4"), 'dtype must be "float32", "float16" or "int8", got \'int4\''),
+        (
+            lambda: SpeculativeDecoder(model, FlashSpecDrafter(flashspec(model), block_size=6)),
+            "num_draft must be at least the drafter's block_size 6, got 5",
+        ),
+        (
+            lambda: SpeculativeDecoder(model, FlashSpecDrafter(flashspec(model)), rule="block"),
+            "rule must be token or coupled for drafts verified block by block, got 'block'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
