@@ -76,6 +76,16 @@ def test_greedy_is_transformers_greedy(model_and_tokenizer, decoders, name):
         assert result.stats.tokens_per_call > 1.5
 
 
+def test_trees_of_lookups_accept_more(model_and_tokenizer, decoders):
+    """An edit, whose copy has to choose between places."""
+    model, tokenizer = model_and_tokenizer
+    ids, greedy = chat(tokenizer, PROMPTS["edit code"][0]), SamplingTensors.create(temperature=0.0)
+    trees = SpeculativeDecoder(model, PromptLookupDrafter(tree=True), adaptive=False, forward=decoders[1].forward)
+    chain, tree = (d.generate(ids, params=greedy, max_new_tokens=2 * NEW) for d in (decoders[1], trees))
+    assert_same_text(model, ids[0].tolist(), tree.tokens[0], chain.tokens[0])
+    assert tree.stats.tokens_per_call > chain.stats.tokens_per_call > 2
+
+
 def test_seed_gives_the_same_text_with_any_drafter(model_and_tokenizer, decoders, noisy):
     """Rule "coupled", a padded batch of three prompts: without drafts, with lookups, with a draft model."""
     model, tokenizer = model_and_tokenizer

@@ -6,7 +6,6 @@ import torch
 from tests.smollm2_fixture import assert_same_text, recompute, tiny
 
 from specdec_kernels import SamplingTensors  # isort: skip
-from specdec_kernels.decoding.drafters.prompt_lookup import _Rates  # isort: skip
 from specdec_kernels.decoding import (  # isort: skip
     DraftContext,
     DraftModelDrafter,
@@ -158,32 +157,6 @@ def test_length_peeks():
         texts = [[*t, 4] for t in texts]
 
 
-def brute_force(text, longest):
-    """(match length, start) of the longest earlier match of the text's end, the most recent of equals."""
-    best = (0, 0)
-    for start in range(1, len(text)):
-        length = 0
-        while length < min(longest, start) and text[start - 1 - length] == text[len(text) - 1 - length]:
-            length += 1
-        best = max(best, (length, start))
-    return best
-
-
-def test_lookup_finds_the_longest_match():
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(3, (40,), generator=generator).tolist()
-    drafter = begin(PromptLookupDrafter(), [text])
-    index = drafter._texts[0]
-    for _ in range(120):
-        length, start = brute_force(index.tokens, 16)
-        got_start, got_length = index.match()
-        assert got_length <= length
-        # Only so many places are kept per n-gram, the most recent ones; within those it is the longest.
-        if start in index.places[tuple(index.tokens[-3:])] if length >= 3 else True:
-            assert (got_length, got_start) == (length, start)
-        drafter.observe(StepOutcome([torch.randint(3, (2,), generator=generator).tolist()], [0], [0]))
-
-
 def test_lookup_proposes_what_followed():
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 50, 51, 2, 3, 4]
     drafter = begin(PromptLookupDrafter(), [text, [1, 2, 3]])
@@ -210,32 +183,59 @@ def test_lookup_resumes_behind_a_changed_token():
     assert batch is None
 
 
+def test_lookup_resumed_copy_counts_as_a_long_match():
+    """Behind the change comes what the source has, not what came more often behind the first token of the resumed copy."""
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 50, 6, 9, 51, 6, 9, 52, 1, 2, 3]
+    drafter = begin(PromptLookupDrafter(), [text])
+    assert drafter.propose(context([text], 2)).tokens.tolist() == [4, 5]
+    drafter.observe(StepOutcome([[4, 60]], [2], [1]))
+    assert drafter.propose(context([[*text, 4, 60]], 3)).tokens.tolist() == [6, 7, 8]
+
+
 def test_lookup_weighs_evidence_against_cost():
     text = [7, 1, 2, 3, 4, 5, 6, 50, 7]
     drafter = begin(PromptLookupDrafter(), [text])
-    assert drafter.propose(context([text], cost=lambda d: 1 + 0.02 * d)).counts == [3]
+    assert drafter.propose(context([text], cost=lambda d: 1 + 0.06 * d)).counts == [3]
     assert drafter.propose(context([text], cost=lambda d: 1 + 0.5 * d)) is None
     # A rejection teaches it to trust matches of one token less: what paid before does not now.
-    cost = lambda d: 1 + 0.12 * d  # noqa: E731
-    assert drafter.propose(context([text], cost=cost)).counts == [1]
+    text, cost = [7, 1, 8, 2, 50, 7], lambda d: 1 + 0.3 * d
+    drafter = begin(PromptLookupDrafter(), [text])
+    assert drafter.propose(context([text], cost=cost)).tokens.tolist() == [1]
     drafter.observe(StepOutcome([[51]], [1], [0]))
-    drafter.observe(StepOutcome([[52, 53, 54, 55, 7]], [0], [0]))
-    assert drafter.propose(context([[*text, 51, 52, 53, 54, 55, 7]], cost=cost)) is None
+    drafter.observe(StepOutcome([[52, 53, 54, 55, 8]], [0], [0]))
+    assert drafter.propose(context([[*text, 51, 52, 53, 54, 55, 8]], cost=cost)) is None
+    assert begin(drafter, [[8, 2, 50, 8]]).propose(context([[8, 2, 50, 8]], cost=cost)).counts == [1]
     long = [*range(1, 20), 40, *range(1, 16)]
     drafter = begin(PromptLookupDrafter(), [long])
     assert drafter.propose(context([long], cost=lambda d: 1 + 0.3 * d)).counts[0] >= 1
 
 
+def test_lookup_prefers_what_followed_more_often():
+    """Of the places that the longest match has; the last of equals, and the longest match before a more frequent one."""
+    text = [1, 2, 5, 9, 1, 2, 5, 10, 1, 2, 6, 11, 1, 2]
+    assert begin(PromptLookupDrafter(), [text]).propose(context([text], 1)).tokens.tolist() == [5]
+    text = [1, 2, 5, 9, 1, 2, 6, 11, 1, 2]
+    assert begin(PromptLookupDrafter(), [text]).propose(context([text], 1)).tokens.tolist() == [6]
+    text = [3, 4, 7, 1, 2, 5, 9, 2, 6, 9, 2, 6, 8, 1, 2]
+    assert begin(PromptLookupDrafter(), [text]).propose(context([text], 1)).tokens.tolist() == [5]
+
+
 def test_lookup_learns_from_every_judged_draft():
     """Draft i stands behind a match that is i longer than the first one's; what is behind a rejection was not judged."""
-    rates = _Rates()
-    kinds = rates.kinds(1, 4)
-    assert kinds == [0, 1, 2, 3] and rates.kinds(13, 2) == [6, 6] and rates.kinds(0, 0) == []
-    assert rates.kinds(0, 3) == [rates.resumed, 3, 3], "a resumed copy, then as behind 4 and 5 tokens"
-    before = [rates[k] for k in kinds]
-    rates.update(kinds, 2)
-    after = [rates[k] for k in kinds]
+    text = [7, 1, 2, 3, 4, 50, 7]
+    drafter = begin(PromptLookupDrafter(), [text])
+    rates = drafter._rates
+    assert [rates.kind(n) for n in (0, 1, 2, 3, 4, 5, 6, 19, 20, 99)] == [0, 1, 2, 3, 4, 4, 5, 7, 8, 8]
+    before = [rates[k] for k in range(1, 5)]
+    assert drafter.propose(context([text], 4)).tokens.tolist() == [1, 2, 3, 4]
+    drafter.observe(StepOutcome([[1, 2, 60]], [4], [2]))
+    after = [rates[k] for k in range(1, 5)]
     assert after[0] > before[0] and after[1] > before[1] and after[2] < before[2] and after[3] == before[3]
+    # The resumed copy behind the change has a rate of its own.
+    before = [rates[k] for k in range(5)]
+    assert drafter.propose(context([[*text, 1, 2, 60]], 1)).tokens.tolist() == [4]
+    drafter.observe(StepOutcome([[4, 50]], [1], [1]))
+    assert [rates[k] > b for k, b in enumerate(before)] == [True, False, False, False, False]
 
 
 def test_lookup_state_follows_the_rows():
@@ -243,3 +243,38 @@ def test_lookup_state_follows_the_rows():
     drafter = begin(PromptLookupDrafter(), texts)
     drafter.select_rows([0, 2])
     assert drafter.propose(context([texts[0], texts[2]], 1)).tokens.tolist() == [9, 7]
+
+
+def test_lookup_reads_finished_outputs():
+    """Prompts are not looked up, other requests' outputs are once they have finished, and never across their ends."""
+    drafter = begin(PromptLookupDrafter(history=100), [[1, 2, 3, 40], [50, 51]])
+    drafter.observe(StepOutcome([[5, 6, 7, 8], [9, 5]], [0, 0], [0, 0]))
+    assert drafter.propose(context([[1, 2, 3, 40, 5, 6, 7, 8], [50, 51, 9, 5]])) is None
+    drafter.select_rows([1])
+    assert drafter._history.index.tokens[:-1] == [5, 6, 7, 8], "the other request still runs"
+    assert drafter.propose(context([[50, 51, 9, 5]])) is None, "the match with the history starts with the next token"
+    drafter.observe(StepOutcome([[6]], [0], [0]))
+    assert drafter.propose(context([[50, 51, 9, 5, 6]])).tokens.tolist() == [7, 8]
+    begin(drafter, [[2], [8], [9]])
+    assert drafter.propose(context([[2], [8], [9]], 3)).tokens.tolist() == [5, 6, 7]
+    assert begin(PromptLookupDrafter(), [[5]]).propose(context([[5]])) is None
+
+
+def test_lookup_history_is_bounded():
+    drafter = PromptLookupDrafter(history=20)
+    for step in range(30):
+        begin(drafter, [[1]])
+        drafter.observe(StepOutcome([list(range(10 * step, 10 * step + step))], [0], [0]))
+        assert len(drafter._history.index) <= 40
+    begin(drafter, [[300]])
+    assert drafter.propose(context([[300]], 9)).tokens.tolist() == list(range(301, 310))
+    begin(drafter, [[30]])
+    assert drafter.propose(context([[30]], 9)) is None
+
+
+def test_lookup_arguments():
+    with pytest.raises(ValueError, match=r"PromptLookupDrafter: max_nodes must be in 1\.\.128, got 129"):
+        PromptLookupDrafter(tree=True, max_nodes=129)
+    with pytest.raises(ValueError, match="PromptLookupDrafter: history must be >= 0, got -1"):
+        PromptLookupDrafter(history=-1)
+    assert PromptLookupDrafter(tree=True).trees and not PromptLookupDrafter().trees and not DraftModelDrafter.trees
