@@ -34,6 +34,7 @@ CPU_SOURCES = [
     "kv_copy_pages",
     "kv_scrub",
     "library",
+    "markov_step",
     "nucleus",
     "sample",
     "schedule_lengths",

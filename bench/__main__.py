@@ -14,7 +14,16 @@ import specdec_kernels
 from ._environment import document, environment, write
 from ._timing import Settings
 
-BENCHES = ("verify_chain", "verify_tree", "nucleus", "sample", "filter_probs", "kv_compact", "kv_rollback")
+BENCHES = (
+    "verify_chain",
+    "verify_tree",
+    "nucleus",
+    "sample",
+    "filter_probs",
+    "markov_step",
+    "kv_compact",
+    "kv_rollback",
+)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

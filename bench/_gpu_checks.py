@@ -22,6 +22,7 @@ from tests.cases import (
     Tally,
     assert_same_bits,
     compare,
+    generator,
     make_call,
     make_params,
     make_rows,
@@ -232,7 +233,7 @@ def past_two_to_the_31(device: torch.device, backend: str, quick: bool) -> dict:
 
 
 def row_ops(device: torch.device, backend: str, quick: bool) -> dict:
-    """`sample`, `nucleus` and `filter_probs` against the oracle."""
+    """`sample`, `nucleus`, `filter_probs` and `markov_step` against the oracle."""
     tally = Tally()
     for i, kind in enumerate(KINDS[:: 3 if quick else 1]):
         rows, params = make_rows(kind, 12, 1000, DTYPES[i % 3]), make_params()
@@ -242,6 +243,17 @@ def row_ops(device: torch.device, backend: str, quick: bool) -> dict:
         decided = python_ref.nucleus(rows, params).margin > 1e-5
         difference = (probs - python_ref.filter_probs(rows, params)).abs()[decided]
         assert not difference.numel() or difference.max() < 1e-6
+        # Eighths and multiples of 2^-8, whose sums float32 holds: the row is the oracle's, bit for bit.
+        rows = ((rows.float() * 256).round() / 256).clamp(-64, 64).to(rows.dtype)
+        head = [torch.randint(-6, 7, (1000, 64), generator=generator("head", s)).div(8).to(rows.dtype) for s in "12"]
+        before = torch.arange(12) * 90 - 1
+        step = sk.markov_step(
+            to(rows, device), before.to(device), *(to(w, device) for w in head), to(params, device),
+            return_nucleus=True, backend=backend,
+        )  # fmt: skip
+        want = python_ref.markov_step(rows, before, *head, params)
+        assert torch.equal(step.logits.cpu().nan_to_num(7.0), want.logits.nan_to_num(7.0))
+        compare(cpu(sk.SampleOutput(step.tokens, step.status, None, step.nucleus)), want, tally)
     tally.assert_few()
     return {"rows": tally.total, "undecided": tally.undecided}
 

@@ -15,6 +15,7 @@ from .kv_copy_pages import kv_copy_pages
 from .kv_evict import kv_evict
 from .kv_rollback import kv_rollback
 from .kv_scrub import kv_scrub
+from .markov_step import MarkovResult, markov_logits, markov_step
 from .nucleus import Nucleus, NucleusResult, nucleus, row_nucleus, row_probs
 from .params import SamplingParams
 from .rng import coin, philox4x32, race_noise, uniform
@@ -29,6 +30,7 @@ __all__ = [
     "AppendOutput",
     "ChainLaw",
     "DraftTree",
+    "MarkovResult",
     "Nucleus",
     "NucleusResult",
     "SampleResult",
@@ -48,6 +50,8 @@ __all__ = [
     "kv_rollback",
     "kv_scrub",
     "lossy",
+    "markov_logits",
+    "markov_step",
     "nucleus",
     "philox4x32",
     "race",

@@ -13,6 +13,7 @@ from .kv_compact import kv_compact
 from .kv_copy_pages import kv_copy_pages
 from .kv_evict import kv_evict
 from .kv_rollback import kv_rollback
+from .markov_step import MarkovOutput, markov_step
 from .nucleus import Nucleus, nucleus
 from .paged_kv_cache import PagedKVCache
 from .params import RaggedDrafts, SamplingTensors, ragged_from_padded
@@ -36,6 +37,7 @@ __all__ = [
     "BackendUnavailable",
     "CacheStatus",
     "DraftTree",
+    "MarkovOutput",
     "Nucleus",
     "PagedKVCache",
     "RaggedDrafts",
@@ -55,6 +57,7 @@ __all__ = [
     "kv_evict",
     "kv_rollback",
     "lossy",
+    "markov_step",
     "nucleus",
     "parents_from_retrieve",
     "ragged_from_padded",

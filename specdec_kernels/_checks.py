@@ -80,9 +80,9 @@ def choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> int:
     fail(op, name, f"one of {choices}", repr(value))
 
 
-def row_op(op: str, logits, params_, rows, filter_order: str, orders: tuple[str, ...]) -> int:
+def row_op(op: str, logits, params_, rows, filter_order: str, orders: tuple[str, ...], name: str = "logits") -> int:
     """What every op over rows of logits takes alike; returns the index of `filter_order`."""
-    rows2d(op, "logits", logits)
+    rows2d(op, name, logits)
     N, device = logits.shape[0], logits.device
     if rows is not None:
         vector(op, "rows", rows, INDEX_DTYPES, N, "N", device)

@@ -28,6 +28,13 @@ SCHEMAS = {
         "Tensor(a!) tokens, Tensor(b!) status, Tensor(c!)? logprobs, "
         "Tensor(d!)? cutoff, Tensor(e!)? row_max, Tensor(f!)? log_mass) -> ()"
     ),
+    "markov_step": (
+        # previous: the public function's `tokens`. logits may be base_logits itself.
+        f"(Tensor base_logits, Tensor previous, Tensor w1, Tensor w2, {_PARAMS}, Tensor seed, Tensor? slots, "
+        "Tensor? position, Tensor? rows, Tensor? ids, Tensor? target_to_draft, int stream, int filter_order, "
+        "Tensor(a!) logits, Tensor(b!) tokens, Tensor(c!) status, "
+        "Tensor(d!)? cutoff, Tensor(e!)? row_max, Tensor(f!)? log_mass) -> ()"
+    ),
     "verify_chain": (
         "(Tensor target, bool target_is_probs, Tensor draft_tokens, Tensor cu_num_draft, "
         f"{_PARAMS}, Tensor seed, Tensor? slots, Tensor? position, "

@@ -87,14 +87,7 @@ def sample(
     op = "sample"
     order = _checks.row_op(op, logits, params, rows, filter_order, _schemas.FILTER_ORDERS)
     N, device = logits.shape[0], logits.device
-    if position is not None:
-        _checks.vector(op, "position", position, (torch.int64,), N, "N", device)
-    if ids is not None:
-        _checks.vector(op, "ids", ids, _checks.INDEX_DTYPES, N, "N", device)
-    if target_to_draft is not None:
-        _checks.vector(op, "target_to_draft", target_to_draft, _checks.INDEX_DTYPES, 1, "V", device, at_least=True)
-    if stream not in (STREAM_DRAFT, STREAM_SAMPLE):
-        _checks.fail(op, "stream", "0 (draft proposals) or 2 (plain sampling)", stream)
+    check_draw(op, N, device, position, ids, target_to_draft, stream)
     if logprobs not in (0, 1):
         _checks.fail(op, "logprobs", "0 or 1", logprobs)
     if not isinstance(num_samples, int) or not 1 <= num_samples <= MAX_SAMPLES:
@@ -110,14 +103,11 @@ def sample(
     else:
         if not isinstance(out, SampleOutput):
             _checks.fail(op, "out", "a SampleOutput", out)
-        _checks.output(op, "out.tokens", out.tokens, torch.int32, shape, device)
-        _checks.output(op, "out.status", out.status, torch.int32, (N,), device)
+        check_drawn(op, out, shape, N, device)
         if (out.logprobs is not None) != bool(logprobs) or (out.nucleus is not None) != return_nucleus:
             _checks.fail(op, "out", "a SampleOutput made with the same logprobs and return_nucleus", "other fields")
         if out.logprobs is not None:
             _checks.output(op, "out.logprobs", out.logprobs, torch.float32, shape, device)
-        for name, tensor in zip(Nucleus._fields, out.nucleus or (), strict=False):
-            _checks.output(op, f"out.nucleus.{name}", tensor, torch.float32, (N,), device)
     if N:
         run = _backends.op(op, _backends.resolve(op, backend, device))
         run(
@@ -140,3 +130,31 @@ def sample(
             *(out.nucleus or (None, None, None)),
         )
     return out
+
+
+def check_draw(
+    op: str,
+    N: int,
+    device: torch.device,
+    position: Tensor | None,
+    ids: Tensor | None,
+    target_to_draft: Tensor | None,
+    stream: int,
+) -> None:
+    """The arguments that a draw from each of N rows is keyed by."""
+    if position is not None:
+        _checks.vector(op, "position", position, (torch.int64,), N, "N", device)
+    if ids is not None:
+        _checks.vector(op, "ids", ids, _checks.INDEX_DTYPES, N, "N", device)
+    if target_to_draft is not None:
+        _checks.vector(op, "target_to_draft", target_to_draft, _checks.INDEX_DTYPES, 1, "V", device, at_least=True)
+    if stream not in (STREAM_DRAFT, STREAM_SAMPLE):
+        _checks.fail(op, "stream", "0 (draft proposals) or 2 (plain sampling)", stream)
+
+
+def check_drawn(op: str, out, shape: tuple[int, ...], N: int, device: torch.device) -> None:
+    """The buffers that every draw writes."""
+    _checks.output(op, "out.tokens", out.tokens, torch.int32, shape, device)
+    _checks.output(op, "out.status", out.status, torch.int32, (N,), device)
+    for name, tensor in zip(Nucleus._fields, out.nucleus or (), strict=False):
+        _checks.output(op, f"out.nucleus.{name}", tensor, torch.float32, (N,), device)

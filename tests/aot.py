@@ -96,6 +96,7 @@ def usage(kernel) -> Usage:
 ARCHITECTURES = (80, 89, 90, 100, 120)
 EVERYWHERE = (
     "sample bfloat16",
+    "markov_step bfloat16",
     "verify_chain bfloat16",
     "verify_chain bfloat16 V=151936",
     "verify_chain bfloat16 block",
@@ -115,7 +116,7 @@ TABLE = Path(__file__).with_name("triton_usage.json")
 
 
 def _calls() -> dict:
-    """The variants of each kernel that matter, as calls of the ops: their last two launches are the kernels."""
+    """The variants of each kernel that matter, as calls of the ops: their launches are the kernels."""
     import specdec_kernels as sk
     from specdec_kernels.kv_scrub import kv_scrub
 
@@ -146,6 +147,10 @@ def _calls() -> dict:
         sk.verify_tree(
             target, drafts, parents, cu, params, position, rule=rule, max_depth=K, backend="triton", **options
         )
+
+    def markov(dtype, rank):
+        base, w1, w2 = (torch.zeros(n, width, dtype=dtype) for n, width in ((B, V), (V, rank), (V, rank)))
+        sk.markov_step(base, position, w1, w2, params, position, logits_out=base, backend="triton")
 
     def lossy(rule, **options):
         target, parents = torch.zeros(B * (K + 1), V, dtype=torch.bfloat16), torch.zeros(B * K, dtype=torch.int64)
@@ -196,6 +201,9 @@ def _calls() -> dict:
         "sample bfloat16 several": call(
             sk.sample, torch.zeros(B, V, dtype=bf16), params, position, logprobs=1, num_samples=8, backend="triton"
         ),
+        "markov_step bfloat16": call(markov, bf16, 256),
+        "markov_step float32": call(markov, f32, 64),
+        "markov_step float16 odd rank": call(markov, torch.float16, 100),
         "filter_probs float32": call(sk.filter_probs, torch.zeros(B, V), params, backend="triton"),
         "verify_chain bfloat16": call(chain, bf16, logprobs=1, return_nucleus=True),
         "verify_chain float32": call(chain, f32),

@@ -34,7 +34,9 @@ def test_quick_run_writes_the_schema(op, tmp_path, capsys, monkeypatch):
     )
     assert result["settings"]["clock"] == "process CPU time"
     kinds = {case["kind"] for case in result["cases"]}
-    only = {"verify_tree": {"reading"}, "kv_compact": {"moving"}, "kv_rollback": {"bookkeeping"}}
+    only = {
+        "verify_tree": {"reading"}, "markov_step": {"drafting"}, "kv_compact": {"moving"}, "kv_rollback": {"bookkeeping"}
+    }  # fmt: skip
     assert kinds == only.get(op, kinds | {"reading", "peers"})
     for case in result["cases"]:
         assert case["gate"]["checked"] > case["gate"]["undecided"]
@@ -44,7 +46,8 @@ def test_quick_run_writes_the_schema(op, tmp_path, capsys, monkeypatch):
         if case["kind"] == "reading":
             assert {"amax", "softmax", "copy"} <= set(case["ms"]) and case["gb_per_s"] > 0
     printed = capsys.readouterr().out
-    assert {"kv_compact": "/ copy", "kv_rollback": "/ crop"}.get(op, "/ amax") in printed
+    shown = {"markov_step": "/ torch", "kv_compact": "/ copy", "kv_rollback": "/ crop"}
+    assert shown.get(op, "/ amax") in printed
     if op == "verify_chain":
         assert "vllm: not installed" in printed
 
@@ -68,6 +71,11 @@ def wrong_sample(logits, params, position=None, **options):
     return real_sample(logits, params, position + 1, **options)
 
 
+def wrong_markov(*args, **options):
+    out = real_markov(*args, **options)
+    return out._replace(tokens=out.tokens ^ 1)
+
+
 def wrong_nucleus(logits, params, **options):
     out = real_nucleus(logits, params, **options)
     return out._replace(log_mass=out.log_mass + 0.01)
@@ -88,12 +96,14 @@ def wrong_rollback(*args, num_rejected, **options):
 real_rollback = specdec_kernels.kv_rollback
 real_compact = specdec_kernels.kv_compact
 real_verify, real_sample = specdec_kernels.verify_chain, specdec_kernels.sample
+real_markov = specdec_kernels.markov_step
 real_tree = specdec_kernels.verify_tree
 real_nucleus, real_probs = specdec_kernels.nucleus, specdec_kernels.filter_probs
 WRONG = {
     "verify_chain": wrong_verify,
     "verify_tree": wrong_tree,
     "sample": wrong_sample,
+    "markov_step": wrong_markov,
     "nucleus": wrong_nucleus,
     "filter_probs": wrong_probs,
     "kv_compact": wrong_compact,

@@ -157,7 +157,7 @@ def test_info_command():
 DOCTESTS = (
     "params", "nucleus", "sample", "filter_probs", "verify_chain", "verify_tree", "build_tree", "trees", "schedule_lengths",
     "draft_vocab", "lossy", "status", "kv_rollback", "kv_append_slots", "kv_evict", "kv_compact", "kv_copy_pages",
-    "paged_kv_cache", "state_select",
+    "paged_kv_cache", "state_select", "markov_step",
 )  # fmt: skip
 
 

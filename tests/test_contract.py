@@ -42,6 +42,11 @@ def op_arguments(name: str, full: bool) -> tuple:
     if name == "sample":
         keys = (opt(torch.arange(N)), rows, opt(torch.arange(N)), opt(torch.arange(40)))
         return (logits, *filters, p.seed, slots, *keys, 2, 0, i32(N), i32(N), *(opt(f32(N)) for _ in range(4)))
+    if name == "markov_step":
+        keys = (opt(torch.arange(N)), rows, opt(torch.arange(N)), opt(torch.arange(40)))
+        head = (torch.randn(40, 6), torch.randn(40, 6))
+        outputs = (torch.full_like(logits, 0.12345), i32(N), i32(N), *(opt(f32(N)) for _ in range(3)))
+        return (logits, torch.tensor([3, -1, 39]), *head, *filters, p.seed, slots, *keys, 0, 0, *outputs)
     if name == "schedule_lengths":
         given = (torch.tensor([2, 9, -1]), torch.rand(12)) if full else (None, None)
         return (torch.rand(N, 4), *given, -1 if full else 3, i32(N))

@@ -23,7 +23,7 @@ def triton():
 SOME = [(0.8, 0.9, 0, 0.0), (1.0, 0.95, 50, 0.0), (0.9, 1.0, 0, 0.02)]
 
 
-def test_at_most_two_launches():
+def test_launches():
     call = make_call(vocab=300, filters=SOME, lengths=[2, 0, 1])
     tree = make_tree_call(vocab=300, rule="traversal", replacement=False, filters=SOME)
     lossy = make_tree_call(vocab=300, rule="typical", filters=SOME)
@@ -34,6 +34,10 @@ def test_at_most_two_launches():
     for run, kernels in (
         (lambda: sk.nucleus(rows, params, backend="triton"), ["nucleus_kernel"]),
         (lambda: sk.sample(rows, params, backend="triton"), ["nucleus_kernel", "sample_kernel"]),
+        (
+            lambda: sk.markov_step(rows, drafts[:, 0], *[torch.ones(300, 8)] * 2, params, backend="triton"),
+            ["markov_kernel", "nucleus_kernel", "sample_kernel"],
+        ),
         (lambda: sk.filter_probs(rows, params, backend="triton"), ["nucleus_kernel", "filter_probs_kernel"]),
         (lambda: call.run("triton"), ["decide_kernel", "emit_kernel"]),
         (lambda: call.but(rule="block").run("triton"), ["decide_kernel", "emit_kernel"]),

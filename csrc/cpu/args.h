@@ -74,6 +74,13 @@ struct RowOpArgs {  // nucleus, filter_probs, sample
   float* logprobs = nullptr;
 };
 
+constexpr int64_t kMarkovTile = 256;
+
+struct MarkovArgs {  // markov_step, up to its draw
+  RowsView base, w1, w2, logits;
+  IndexView tokens;
+};
+
 enum Rule : int32_t { kRuleToken = 0, kRuleBlock = 1, kRuleCoupled = 2 };
 
 // What verify_chain and verify_tree take alike.
@@ -132,6 +139,8 @@ struct Kernels {
   void (*nucleus)(const RowOpArgs&, int64_t row);
   void (*filter_probs)(const RowOpArgs&, int64_t row);
   void (*sample)(const RowOpArgs&, int64_t row);
+  // kMarkovTile logits of every row.
+  void (*markov_logits)(const MarkovArgs&, int64_t tile);
   // Whole requests one after another, leaving at the first rejection; or the two sides of each row in parallel, then
   // the row's decision, then requests. Same results.
   void (*verify_request)(const VerifyChainArgs&, int64_t b);

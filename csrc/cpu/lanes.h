@@ -79,6 +79,11 @@ SPECDEC_HD LanesI operator-(const LanesI& a, const LanesI& b) {
   SPECDEC_EACH r.v[l] = a.v[l] - b.v[l];
   return r;
 }
+SPECDEC_HD LanesI operator&(const LanesI& a, const LanesI& b) {
+  LanesI r;
+  SPECDEC_EACH r.v[l] = a.v[l] & b.v[l];
+  return r;
+}
 SPECDEC_HD LanesM operator==(const LanesI& a, const LanesI& b) {
   LanesM r;
   SPECDEC_EACH r.v[l] = a.v[l] == b.v[l];
@@ -273,6 +278,43 @@ SPECDEC_HD LanesF load(const Half* p) {
 }
 #else
 SPECDEC_HD LanesF load(const Half* p) { return half_to_float<LanesF>(load_u16(p)); }
+#endif
+
+// Rounded to the nearest, ties to even; every NaN becomes the same one.
+SPECDEC_HD void store_u16(void* p, const LanesI& a) {
+  SPECDEC_EACH {
+    const NativeU16 h = __builtin_convertvector(a.v[l], NativeU16);
+    std::memcpy(static_cast<char*>(p) + l * sizeof h, &h, sizeof h);
+  }
+}
+SPECDEC_HD void store(BFloat16* p, const LanesF& a) {
+  const LanesI x = as_int(select(a == a, a, LanesF(__builtin_nanf(""))));
+  store_u16(p, shift_right(x + LanesI(0x7fff) + (shift_right(x, 16) & LanesI(1)), 16));
+}
+#if SPECDEC_VECTOR_BYTES == 64
+SPECDEC_HD void store(Half* p, const LanesF& a) {
+  const LanesF x = select(a == a, a, LanesF(__builtin_nanf("")));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x.v[0], _MM_FROUND_TO_NEAREST_INT));
+}
+#elif SPECDEC_VECTOR_BYTES == 32
+SPECDEC_HD void store(Half* p, const LanesF& a) {
+  const LanesF x = select(a == a, a, LanesF(__builtin_nanf("")));
+  SPECDEC_EACH _mm_storeu_si128(reinterpret_cast<__m128i*>(p + l * kNative),
+                                _mm256_cvtps_ph((__m256)x.v[l], _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+SPECDEC_HD void store(Half* p, const LanesF& a) {
+  const LanesI magnitude = as_int(a) & LanesI(0x7fffffff), sign = as_int(a) & LanesI(0x80000000);
+  const LanesF size = as_float(magnitude);
+  // Below 2^-14 an addition to 1/2 rounds to multiples of 2^-24, the least half.
+  const LanesI subnormal = as_int(size + LanesF(0.5f)) - LanesI(0x3f000000);
+  const LanesI odd = shift_right(magnitude, 13) & LanesI(1);
+  const LanesI normal = shift_right(magnitude - LanesI(112 << 23) + LanesI(0xfff) + odd, 13);
+  LanesF r = select(LanesF(0x1p-14f) > size, as_float(subnormal), as_float(normal));
+  r = select(size >= LanesF(65520.0f), as_float(LanesI(0x7c00)), r);
+  r = as_float(as_int(r) + (shift_right(sign, 16) & LanesI(0x8000)));
+  store_u16(p, as_int(select(a == a, r, as_float(LanesI(0x7e00)))));
+}
 #endif
 
 // The 32 elements at p in whatever order suits the dtype, for sums and maxima that do not mind: the even and the odd

@@ -112,6 +112,32 @@ inline NucleusView nucleus_view(const char* op, const MaybeTensor& cutoff, const
           floats(op, "log_mass", log_mass, at_least), cutoff->numel()};
 }
 
+// What sample and markov_step take alike; `logits` are the rows that are drawn from.
+inline RowOpArgs sample_args(const char* op, const RowsView& logits, const Tensor& temperature, const Tensor& top_p,
+                             const Tensor& top_k, const Tensor& min_p, const Tensor& seed, const MaybeTensor& slots,
+                             const MaybeTensor& position, const MaybeTensor& rows, const MaybeTensor& ids,
+                             const MaybeTensor& target_to_draft, int64_t stream, int64_t filter_order,
+                             const Tensor& tokens, const Tensor& status, const MaybeTensor& cutoff,
+                             const MaybeTensor& row_max, const MaybeTensor& log_mass) {
+  RowOpArgs a;
+  a.logits = logits;
+  const int64_t n = a.logits.rows;
+  a.params = params_view(op, temperature, top_p, top_k, min_p, slots, rows ? 1 : n);
+  a.params.seed = vector_data<int64_t>(op, "seed", seed, ScalarType::Long, a.params.size);
+  a.position = vector_data<int64_t>(op, "position", position, ScalarType::Long, n);
+  a.rows = index_view(op, "rows", rows, n);
+  a.ids = index_view(op, "ids", ids, n);
+  a.target_to_draft = index_view(op, "target_to_draft", target_to_draft, 1);
+  a.stream = static_cast<uint32_t>(stream);
+  a.filter_order = static_cast<int32_t>(filter_order);
+  a.num_samples = tokens.dim() == 2 ? tokens.size(1) : 1;
+  require(a.num_samples >= 1 && a.num_samples <= kMaxSamples, op, "tokens", "[N] or [N, num_samples <= 128]");
+  a.tokens = ints(op, "tokens", tokens, n * a.num_samples);
+  a.status = ints(op, "status", status, n);
+  a.nucleus = nucleus_view(op, cutoff, row_max, log_mass, n);
+  return a;
+}
+
 // What verify_chain and verify_tree take alike.
 inline void fill_verify_args(const char* op, VerifyArgs& a, const Tensor& target, bool target_is_probs,
                              const Tensor& draft_tokens, const Tensor& cu_num_draft, const Tensor& temperature,

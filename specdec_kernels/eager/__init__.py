@@ -9,6 +9,7 @@ from . import (
     kv_evict,
     kv_rollback,
     kv_scrub,
+    markov_step,
     nucleus,
     sample,
     schedule_lengths,

@@ -71,6 +71,14 @@ def uniform(word):
 
 
 @triton.jit
+def rounded_to_bfloat16(x):
+    """float32 with the values of bfloat16, to the nearest, ties to even. Triton's interpreter cuts the bits off instead."""
+    i = x.to(tl.int32, bitcast=True)
+    i = ((i + 0x7FFF + ((i >> 16) & 1)) >> 16) << 16
+    return tl.where(x == x, i.to(tl.float32, bitcast=True), float("nan"))
+
+
+@triton.jit
 def noise_words(index, seed, position, tag):
     """The four uint32 words of the Philox4x32-10 block `index` under a row's key; tag = stream | id << 8."""
     zero = index.to(tl.int64) * 0
