@@ -387,7 +387,7 @@ def test_drafter_after_a_failed_step():
             r"rule must be one of auto, token, block, coupled, target_only, got 'typical'",
         ),
         (lambda d: SpeculativeDecoder(d.target, d.target), r"drafter must be a Drafter or None, got LlamaForCausalLM"),
-        (lambda d: SpeculativeDecoder(d.target, num_draft=-1), r"num_draft must be >= 0, got -1"),
+        (lambda d: SpeculativeDecoder(d.target, num_draft=-1), r"num_draft must be >= 0 or \"auto\", got -1"),
         (lambda d: SpeculativeDecoder(tiny("qwen3"), forward=d.forward), r"forward must be of the same target"),
         (lambda d: SpeculativeDecoder(tiny("gemma3"), packed=True), r"model must be one of .*, got Gemma3ForCausalLM"),
     ],

@@ -14,6 +14,7 @@ from .. import SamplingTensors, verify_chain
 from ..verify_tree import MAX_NODES
 from .block_run import BlockRun
 from .cache import RowCache, check_cache
+from .cost_model import AutoLength
 from .drafters.base import Drafter
 from .forward import ModelForward
 from .packed import PackedForward
@@ -21,6 +22,7 @@ from .policy import StepCosts
 from .run import Row, Run, draft_offsets
 from .stats import SpecDecodeStats
 
+_AUTO = 8  # longest drafts of num_draft="auto"
 _RULES = ("auto", "token", "block", "coupled", "target_only")
 
 
@@ -53,7 +55,8 @@ class SpeculativeDecoder:
     Args:
         target: a transformers causal LM that `ModelForward` supports.
         drafter: proposes tokens; None decodes plainly through the same code.
-        num_draft: most drafts per row and step, of a tree on one path.
+        num_draft: most drafts per row and step, of a tree on one path; "auto": of up to 8 as many as gain most by the costs and
+            acceptances measured so far (`CostModel`), for chains whose drafter does not choose by itself.
         max_nodes: most drafts of a row's tree.
         rule: for chains "token", "block" or "coupled", for trees "target_only" or "coupled"; "auto": "coupled" for deterministic
             drafters, where it accepts as often, else "token" or "target_only". Under "coupled" the text depends on the seed alone, not on drafter, draft lengths or pauses, up to
@@ -80,7 +83,7 @@ class SpeculativeDecoder:
         target,
         drafter: Drafter | None = None,
         *,
-        num_draft: int = 5,
+        num_draft: int | str = 5,
         max_nodes: int = 16,
         rule: str = "auto",
         adaptive: bool = True,
@@ -90,8 +93,9 @@ class SpeculativeDecoder:
         page_size: int = 16,
         forward: ModelForward | None = None,
     ):
-        if num_draft < 0:
-            raise ValueError(f"SpeculativeDecoder: num_draft must be >= 0, got {num_draft}")
+        auto = num_draft == "auto"
+        if not auto and not (isinstance(num_draft, int) and num_draft >= 0):
+            raise ValueError(f'SpeculativeDecoder: num_draft must be >= 0 or "auto", got {num_draft!r}')
         if not isinstance(max_nodes, int) or not 1 <= max_nodes <= MAX_NODES:
             raise ValueError(f"SpeculativeDecoder: max_nodes must be an int in 1..{MAX_NODES}, got {max_nodes!r}")
         if rule not in _RULES:
@@ -111,7 +115,13 @@ class SpeculativeDecoder:
             raise ValueError(f"SpeculativeDecoder: rule must be {must}, got {rule!r}")
         self.target = target
         self.drafter = drafter
-        self.num_draft, self.max_nodes, self.rule = num_draft, max_nodes, rule
+        if auto and (not adaptive or trees or (drafter is not None and drafter.block_size is not None)):
+            got = "adaptive=False" if not adaptive else "a drafter of trees" if trees else "a drafter with a block_size"
+            raise ValueError(f'SpeculativeDecoder: num_draft "auto" is for adaptive decoding of chains, got {got}')
+        self.num_draft: int = _AUTO if isinstance(num_draft, str) else num_draft
+        choose = auto and drafter is not None and not drafter.chooses_length
+        self.length = AutoLength(self.num_draft) if choose else None
+        self.max_nodes, self.rule = max_nodes, rule
         self.adaptive, self.threshold = adaptive, threshold
         self.cache, self.page_size = check_cache("SpeculativeDecoder", cache, page_size), page_size
         self.costs = StepCosts()
@@ -125,9 +135,9 @@ class SpeculativeDecoder:
                 raise ValueError(
                     "SpeculativeDecoder: rule must be token or coupled for drafts verified block by block, got 'block'"
                 )
-            if num_draft < drafter.block_size:
+            if self.num_draft < drafter.block_size:
                 raise ValueError(
-                    f"SpeculativeDecoder: num_draft must be at least the drafter's block_size {drafter.block_size}, got {num_draft}"
+                    f"SpeculativeDecoder: num_draft must be at least the drafter's block_size {drafter.block_size}, got {self.num_draft}"
                 )
         if drafter is not None:
             forward.check_taps(type(drafter).__name__, drafter.taps)

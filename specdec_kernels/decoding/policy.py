@@ -77,17 +77,32 @@ class StepCosts:
 
         A count that has not been compared itself lies on the line through its neighbours that have (0 drafts cost 1).
         """
-        if drafts == 0:
-            return 1.0
-        step = self._step(batch, drafts)
-        if step is None:
-            return None
-        proposals = [d for b, d in self._proposals if b == batch]
-        nearest = min(proposals, key=lambda d: abs(d - drafts), default=None)
-        return step * (1.0 + (median(self._proposals[batch, nearest]) if nearest is not None else 0.0))
+        step = self.step(batch, drafts)
+        return None if step is None else step * (1.0 + self._proposal(batch, drafts))
+
+    def draft(self, batch: int, drafts: int) -> float:
+        """The part of `relative` that the proposal has."""
+        return (self.step(batch, drafts) or 1.0) * self._proposal(batch, drafts)
+
+    def _proposal(self, batch: int, drafts: int) -> float:
+        """Cost of a proposal over that of its own step's forward: between those that were measured, none for no drafts."""
+        known = {d: median(r) for (b, d), r in self._proposals.items() if b == batch}
+        if not drafts or not known:
+            return 0.0
+        if drafts in known:
+            return known[drafts]
+        known[0] = 0.0
+        below = max(d for d in known if d < drafts)
+        above = min((d for d in known if d > drafts), default=None)
+        if above is None:
+            return known[below] * drafts / below if below else 0.0
+        return known[below] + (known[above] - known[below]) * (drafts - below) / (above - below)
+
+    def step(self, batch: int, drafts: int) -> float | None:
+        """Cost of forward and verification of `drafts` drafts over a step without; None before any has been compared."""
+        return 1.0 if drafts == 0 else self._step(batch, drafts)
 
     def _step(self, batch: int, drafts: int) -> float | None:
-        """`relative` without the proposal."""
         known = {d: median(r) for (b, d), r in self._ratios.items() if b == batch}
         if not known:
             return None

@@ -119,11 +119,14 @@ class Run:
         if not self.watch.speculate() or (decoder.adaptive and decoder.costs.wants_plain(batch)):
             return None
         # The last token of a row needs no draft behind it: a row with one token to go takes none.
-        budgets = [min(decoder.num_draft, row.limit - len(row.tokens) - 1) for row in self.rows]
-        if max(budgets) <= 0:
-            return None
         costs = decoder.costs
         judged = decoder.adaptive and not costs.wants_drafts(batch)
+        most = decoder.num_draft
+        if decoder.length is not None and judged:
+            most = decoder.length.choose(costs, batch)
+        budgets = [min(most, row.limit - len(row.tokens) - 1) for row in self.rows]
+        if max(budgets) <= 0:
+            return None
         drafts = self.drafter.propose(
             DraftContext(
                 tokens=[row.tokens for row in self.rows],
@@ -244,6 +247,8 @@ class Run:
         costs, batch, longest = self.decoder.costs, len(self.rows), max(counts)
         costs.record(batch, longest, target_seconds, draft_seconds)
         if longest:
+            if self.decoder.length is not None:
+                self.decoder.length.record(counts, accepted)
             self.watch.record(sum(accepted) / batch, costs.relative(batch, longest))
 
 

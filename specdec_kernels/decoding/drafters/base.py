@@ -90,6 +90,8 @@ class Drafter(ABC):
 
     #: True where proposals are functions of the text (one-hot q): rule "coupled" then accepts as often as "token".
     deterministic: bool = False
+    #: Chooses the numbers of drafts by itself, below its budgets.
+    chooses_length: bool = False
     #: Proposals are trees.
     trees: bool = False
     #: Drafts verified at a time while the next ones are drafted; None: all of a step. Such a drafter has `rewind`.

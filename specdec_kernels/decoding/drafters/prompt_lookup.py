@@ -260,7 +260,7 @@ class PromptLookupDrafter(Drafter):
     (tensor([1, 3, 2], dtype=torch.int32), tensor([0, 1, 1], dtype=torch.int32))
     """
 
-    deterministic = True
+    deterministic = chooses_length = True
 
     def __init__(self, *, tree: bool = False, max_nodes: int = 12, history: int = 0):
         if not 1 <= max_nodes <= MAX_NODES:
