@@ -1,4 +1,4 @@
-"""`python -m specdec_kernels train texts | eagle | flashspec | dspark | draft-model`: make training texts, train a drafter.
+"""`python -m specdec_kernels train texts | features | eagle | flashspec | dspark | draft-model`: make training texts, train a drafter.
 
     python -m specdec_kernels train texts --out texts.jsonl --tokens 400000
     python -m specdec_kernels train eagle --data texts.jsonl --out eagle
@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from . import features
 from . import texts as texts_module
 
 _EPOCHS = {"eagle": 3.0, "flashspec": 3.0, "dspark": 4.0, "draft-model": 2.0}
@@ -28,6 +29,9 @@ def parser() -> argparse.ArgumentParser:
     )
     kinds = top.add_subparsers(dest="kind", required=True, metavar="what")
     made = kinds.add_parser("texts", help="texts by the target itself, for --data")
+    kept = kinds.add_parser("features", help="hidden states of the texts, for --features of several drafters")
+    kept.add_argument("--data", type=Path, action="append", required=True, help="jsonl or text file; may be repeated")
+    kept.add_argument("--taps", type=int, nargs="+", required=True, help="layers whose states are kept")
     made.add_argument("--tokens", type=int, default=400_000, help="trained tokens to make (default: 400000)")
     for name, text in (
         ("eagle", "an EagleModel: one layer on the target's features"),
@@ -104,6 +108,9 @@ def main(argv: list[str]) -> int:
         got = "no text" if bad is None else f"token {max(bad.tokens)}"
         print(f"train: --data must hold texts of the target's {vocab} tokens, got {got}", file=sys.stderr)
         return 2
+    if options.kind == "features":
+        features.compute(target, texts, options.taps, options.out)
+        return 0
     from .run import train_drafter
 
     report = train_drafter(options, target, texts, " ".join(["python -m specdec_kernels train", *argv]))

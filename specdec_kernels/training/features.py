@@ -40,9 +40,10 @@ class FeatureBatch:
 
 
 def compute(target, texts: Sequence[Text], taps: Sequence[int], folder: Path | str) -> Path:
-    """Fills the folder with the states of all texts, with a progress bar; what is there already is kept.
+    """Fills the folder with the states of all texts, with a progress bar; what is there already is kept. A folder that has the
+    states of more taps serves as well.
 
-    Raises ValueError where the folder holds the states of other texts, taps or another target.
+    Raises ValueError where the folder holds the states of other texts, of too few taps or of another target.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,7 @@ def _shard(forward: ModelForward, texts: Sequence[Text], taps: tuple[int, ...], 
 class FeatureBatches(Dataset):
     """Batches of texts of like length; an item is a whole `FeatureBatch`.
 
-    folder: of `compute` · hidden_size: H · tokens: most padded tokens of a batch · texts: which of the texts (their numbers); None: all · seed:
+    folder: of `compute` · taps: those that the batches have, in this order · hidden_size: H · tokens: most padded tokens of a batch · texts: which of the texts (their numbers); None: all · seed:
     of the order.
     """
 
@@ -157,7 +158,8 @@ class FeatureBatches(Dataset):
         tokens, states = [], []
         for file, begin, n, _ in rows:
             tokens.append(self.files[file].get_slice("tokens")[begin : begin + n].long())
-            states.append(self.files[file].get_slice("states")[begin : begin + n].float())
+            parts = self.files[file].get_slice("states")[begin : begin + n].split(self.hidden_size, -1)
+            states.append(torch.cat([*(parts[c] for c in self.columns), parts[-1]], -1).float())
         padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
         lengths, starts = (torch.tensor([row[k] for row in rows]) for k in (2, 3))
         size = self.hidden_size

@@ -44,7 +44,12 @@ def train_drafter(options, target, texts: list[Text], command: str) -> dict:
     held = max(1, round(options.held_out * len(texts)))
     size = model.part.hidden_size
     batches = features.FeatureBatches(
-        folder, hidden_size=size, tokens=options.tokens_per_step, texts=range(held, len(texts)), seed=options.seed
+        folder,
+        model.part.taps,
+        hidden_size=size,
+        tokens=options.tokens_per_step,
+        texts=range(held, len(texts)),
+        seed=options.seed,
     )
     begin = perf_counter()
     train(
@@ -52,7 +57,7 @@ def train_drafter(options, target, texts: list[Text], command: str) -> dict:
         save_steps=options.save_steps,
     )  # fmt: skip
     seconds = perf_counter() - begin
-    report = evaluate(model, features.FeatureBatches(folder, hidden_size=size, texts=range(held)))
+    report = evaluate(model, features.FeatureBatches(folder, model.part.taps, hidden_size=size, texts=range(held)))
     about = {
         "command": command, "seed": options.seed, "texts": len(texts), "held_out": held,
         "tokens": sum(len(t.tokens) - t.start for t in texts), "texts_sha256": _digest(texts), "figures": report,
