@@ -15,6 +15,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 from . import features
 from . import texts as texts_module
 
@@ -32,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     kept = kinds.add_parser("features", help="hidden states of the texts, for --features of several drafters")
     kept.add_argument("--data", type=Path, action="append", required=True, help="jsonl or text file; may be repeated")
     kept.add_argument("--taps", type=int, nargs="+", required=True, help="layers whose states are kept")
+    kept.add_argument("--dtype", choices=("float32", "bfloat16"), help="to run the target in (default: its own)")
     made.add_argument("--tokens", type=int, default=400_000, help="trained tokens to make (default: 400000)")
     for name, text in (
         ("eagle", "an EagleModel: one layer on the target's features"),
@@ -109,7 +112,8 @@ def main(argv: list[str]) -> int:
         print(f"train: --data must hold texts of the target's {vocab} tokens, got {got}", file=sys.stderr)
         return 2
     if options.kind == "features":
-        features.compute(target, texts, options.taps, options.out)
+        dtype = None if options.dtype is None else getattr(torch, options.dtype)
+        features.compute(target, texts, options.taps, options.out, dtype=dtype)
         return 0
     from .run import train_drafter
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from ..decoding.drafters.eagle import EagleModel
 from .features import FeatureBatch
-from .losses import soft_targets
+from .losses import overlap, soft_targets
 from .module import PartTraining
 
 
@@ -44,9 +44,10 @@ class EagleTraining(PartTraining):
             chosen = wanted & (entry >= step)
             hidden = part.stack.norm(states)[chosen]
             target = soft_targets(batch.last[:, 1:][chosen], part.head)
-            logits = F.linear(hidden, part.head)
+            logits = part.logits(hidden)
             total = total - self.decay**step * (target * logits.log_softmax(-1)).sum(-1).mean()
             with torch.no_grad():
+                out[f"overlap_{step + 1}"] = overlap(target, logits.softmax(-1)).mean()
                 out[f"hit_{step + 1}"] = (logits.argmax(-1) == target.argmax(-1)).float().mean()
             features = F.pad(states, (0, 0, 1, 0))[:, :-1]
         return {"loss": total, **out}

@@ -7,6 +7,7 @@ appears complete or not at all, so an interrupted run goes on with the first tha
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -39,49 +40,70 @@ class FeatureBatch:
     texts: list[int]
 
 
-def compute(target, texts: Sequence[Text], taps: Sequence[int], folder: Path | str) -> Path:
+def compute(
+    target, texts: Sequence[Text], taps: Sequence[int], folder: Path | str, *, dtype: torch.dtype | None = None
+) -> Path:
     """Fills the folder with the states of all texts, with a progress bar; what is there already is kept. A folder that has the
-    states of more taps serves as well.
+    states of more taps serves as well, and one of the first of these texts gets the others. dtype: to run the target in; None: its
+    own.
 
     Raises ValueError where the folder holds the states of other texts, of too few taps or of another target.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    forward = ModelForward(target)
+    forward = ModelForward(target if dtype in (None, target.dtype) else copy.deepcopy(target).to(dtype))
     forward.check_taps("features", taps)
-    meta = {"taps": list(taps), "texts": len(texts), "digest": _digest(target, texts)}
+    meta = {"taps": list(taps), "target": _target(target)}
     path = folder / "meta.json"
-    if path.exists() and (kept := json.loads(path.read_text())) != meta:
-        name = next(key for key in meta if kept.get(key) != meta[key])
-        raise ValueError(
-            f"{folder}: holds other features: {name} is {kept.get(name)}, not {meta[name]}; name another folder"
-        )
+    if path.exists():
+        kept = json.loads(path.read_text())
+        if set(taps) <= set(kept["taps"]):
+            taps = meta["taps"] = kept["taps"]
+        for name in meta:
+            if kept[name] != meta[name]:
+                raise ValueError(
+                    f"{folder}: holds other features: {name} is {kept[name]}, not {meta[name]}; name another folder"
+                )
     path.write_text(json.dumps(meta))
     from tqdm.auto import tqdm
 
-    shards = range(0, len(texts), _TEXTS)
     with tqdm(total=sum(len(t.tokens) for t in texts), unit="tok", desc="hidden states") as bar:
-        for number, begin in enumerate(shards):
+        for begin in range(0, len(texts), _TEXTS):
             part = texts[begin : begin + _TEXTS]
-            file = folder / f"{number:05d}.safetensors"
-            if not file.exists():
-                _shard(forward, part, tuple(taps), file, bar)
-            else:
-                bar.update(sum(len(t.tokens) for t in part))
+            file, digest = folder / f"{begin // _TEXTS:05d}.safetensors", _digest(part)
+            if file.exists():
+                kept_digest, count = _kept(file)
+                if kept_digest == digest:
+                    bar.update(sum(len(t.tokens) for t in part))
+                    continue
+                if _digest(part[:count]) != kept_digest:
+                    raise ValueError(f"{file}: holds other features: of other texts; name another folder")
+            _shard(forward, part, tuple(taps), file, digest, bar)
     return folder
 
 
-def _digest(target, texts: Sequence[Text]) -> str:
+def _kept(file: Path) -> tuple[str, int]:
+    """Digest and number of a shard's texts."""
+    from safetensors import safe_open
+
+    with safe_open(str(file), "pt") as opened:
+        return opened.metadata()["digest"], len(opened.get_tensor("lengths"))
+
+
+def _digest(texts: Sequence[Text]) -> str:
     digest = hashlib.sha256()
     for text in texts:
         digest.update(json.dumps([text.tokens, text.start]).encode())
-    weight = target.get_input_embeddings().weight
-    digest.update(f"{type(target).__name__} {list(weight.shape)} {float(weight.double().sum()):.6f}".encode())
     return digest.hexdigest()
 
 
+def _target(target) -> str:
+    weight = target.get_input_embeddings().weight
+    return f"{type(target).__name__} {list(weight.shape)} {float(weight.detach().double().sum()):.6f}"
+
+
 @torch.inference_mode()
-def _shard(forward: ModelForward, texts: Sequence[Text], taps: tuple[int, ...], file: Path, bar) -> None:
+def _shard(forward: ModelForward, texts: Sequence[Text], taps: tuple[int, ...], file: Path, digest: str, bar) -> None:
     from safetensors.torch import save_file
 
     states: list[Tensor | None] = [None] * len(texts)
@@ -104,7 +126,7 @@ def _shard(forward: ModelForward, texts: Sequence[Text], taps: tuple[int, ...], 
         "starts": torch.tensor([text.start for text in texts], dtype=torch.int32),
         "states": torch.cat(states),
     }
-    save_file(tensors, str(work))
+    save_file(tensors, str(work), metadata={"digest": digest})
     os.replace(work, file)
 
 
@@ -116,17 +138,13 @@ class FeatureBatches(Dataset):
     """
 
     def __init__(
-        self,
-        folder: Path | str,
-        *,
-        hidden_size: int,
-        tokens: int = 2048,
-        texts: Sequence[int] | None = None,
-        seed: int = 0,
-    ):
+        self, folder: Path | str, taps: Sequence[int], *, hidden_size: int, tokens: int = 2048,
+        texts: Sequence[int] | None = None, seed: int = 0,
+    ):  # fmt: skip
         from safetensors import safe_open
 
-        self.hidden_size = hidden_size
+        kept = json.loads((Path(folder) / "meta.json").read_text())["taps"]
+        self.hidden_size, self.columns = hidden_size, [kept.index(tap) for tap in taps]
         self.files, self.places = [], []
         for path in sorted(Path(folder).glob("*.safetensors")):
             file = safe_open(str(path), "pt")
@@ -142,10 +160,12 @@ class FeatureBatches(Dataset):
         chosen.sort(key=lambda i: self.places[i][2] // 16)  # stable: random among like lengths
         self.batches: list[list[int]] = []
         batch: list[int] = []
+        longest = 0
         for i in chosen:
-            if batch and (len(batch) + 1) * self.places[i][2] > tokens:
+            longest = max(longest, self.places[i][2])
+            if batch and (len(batch) + 1) * longest > tokens:
                 self.batches.append(batch)
-                batch = []
+                batch, longest = [], self.places[i][2]
             batch.append(i)
         self.batches += [batch] if batch else []
         rng.shuffle(self.batches)

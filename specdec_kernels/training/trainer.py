@@ -76,7 +76,7 @@ def train(
     folder = Path(out) / "checkpoints"
     args = transformers.TrainingArguments(
         output_dir=str(folder), num_train_epochs=epochs, learning_rate=learning_rate, per_device_train_batch_size=1,
-        lr_scheduler_type="cosine", warmup_steps=50, weight_decay=0.01, max_grad_norm=1.0, seed=seed, data_seed=seed,
+        lr_scheduler_type="cosine", warmup_steps=round(0.05 * epochs * len(batches)), weight_decay=0.01, max_grad_norm=1.0, seed=seed, data_seed=seed,
         save_strategy="steps", save_steps=save_steps, save_total_limit=2, logging_steps=50, report_to=[],
         remove_unused_columns=False, disable_tqdm=not progress, use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=False,
