@@ -8,9 +8,11 @@ import torch
 from tests.smollm2_fixture import recompute, tiny, transformers
 from tests.test_trained_drafters import KEPT, eagle, eagle_logits, flashspec, flashspec_logits
 
-from specdec_kernels.decoding import load_drafter_part  # isort: skip
+from specdec_kernels import SamplingTensors  # isort: skip
+from specdec_kernels.decoding import DraftModelDrafter, SpeculativeDecoder, load_drafter_part  # isort: skip
 from specdec_kernels.training import features, texts, trainer  # isort: skip
 from specdec_kernels.training.cli import frequent_ids, main  # isort: skip
+from specdec_kernels.training.draft_model import DraftModelTraining  # isort: skip
 from specdec_kernels.training.eagle import EagleTraining  # isort: skip
 from specdec_kernels.training.features import FeatureBatches  # isort: skip
 from specdec_kernels.training.flashspec import FlashSpecTraining  # isort: skip
@@ -136,15 +138,17 @@ def test_flashspec_is_trained_as_it_drafts(prepared, monkeypatch):
 
 def training_of(kind, model):
     torch.manual_seed(0)
+    if kind == "draft-model":
+        return DraftModelTraining(model, hidden_size=16)
     return EagleTraining(eagle(model, (0, 1)), steps=2) if kind == "eagle" else FlashSpecTraining(flashspec(model))
 
 
-@pytest.mark.parametrize("kind", ["eagle", "flashspec"])
+@pytest.mark.parametrize("kind", ["eagle", "flashspec", "draft-model"])
 def test_training_helps_and_leaves_the_target_alone(kind, prepared, tmp_path):
     model, _, folder = prepared
     before = {name: p.clone() for name, p in model.named_parameters()}
     training = training_of(kind, model)
-    taps = training.part.taps
+    taps = training.part.taps if kind != "draft-model" else ()
     loaded = batches(folder, taps, tokens=256)
     untrained = evaluate(training, loaded)
     trainer.train(training, loaded, tmp_path, epochs=40, learning_rate=5e-3, progress=False)
@@ -278,7 +282,7 @@ def test_frequent_ids():
     assert frequent_ids(some, 0, 64) is None and frequent_ids(some, 64, 64) is None
 
 
-@pytest.mark.parametrize("kind", ["eagle", "flashspec"])
+@pytest.mark.parametrize("kind", ["eagle", "flashspec", "draft-model"])
 def test_command(kind, tmp_path, capsys):
     """From texts to a file that drafts, and again: the second run has nothing left to train."""
     model = tiny("llama", scale=0.3)
@@ -287,11 +291,18 @@ def test_command(kind, tmp_path, capsys):
     texts.write(data, own_texts(model, 12))
     transformers.PreTrainedTokenizerFast(tokenizer_object=empty_tokenizer()).save_pretrained(tmp_path / "target")
     arguments = [kind, "--target", str(tmp_path / "target"), "--data", str(data), "--out", str(tmp_path / "out")]
-    arguments += ["--epochs", "1", "--draft-vocab", "40", "--held-out", "0.2", "--dtype", "float16"]
+    arguments += ["--epochs", "1", "--held-out", "0.2"]
+    arguments += ["--hidden-size", "16"] if kind == "draft-model" else ["--draft-vocab", "40", "--dtype", "float16"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
     report = json.loads(out[out.rindex("{\n") :])
     assert report["bytes"] > 0 and report["loss"] > 0
+    if kind == "draft-model":
+        draft = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        decoder = SpeculativeDecoder(model, DraftModelDrafter(draft))
+        ids = torch.tensor([[1, 2, 3]])
+        assert decoder.generate(ids, params=SamplingTensors.create(temperature=0.0)).stats.drafted > 0
+        return
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["about"]["held_out"] == 2 and config["draft_vocab_size"] == 40
     assert config["about"]["command"].startswith(f"python -m specdec_kernels train {kind} --target")

@@ -53,15 +53,22 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument(
             "--held-out", type=float, default=0.03, help="share of the texts kept for the figures at the end"
         )
-        one.add_argument("--draft-vocab", type=int, default=8192, help="most frequent ids that can be drafted; 0: all")
-        one.add_argument("--intermediate-size", type=int, help="of new layers' MLP (default: the target's)")
+        if name != "draft-model":
+            one.add_argument(
+                "--draft-vocab", type=int, default=8192, help="most frequent ids that can be drafted; 0: all"
+            )
+            one.add_argument("--intermediate-size", type=int, help="of new layers' MLP (default: the target's)")
+            one.add_argument("--dtype", default="int8", choices=("float32", "float16", "int8"), help="of the file")
         one.add_argument("--save-steps", type=int, default=200)
-        one.add_argument("--dtype", default="int8", choices=("float32", "float16", "int8"), help="of the file")
         if name == "eagle":
             one.add_argument(
                 "--taps", type=int, nargs="+", help="layers whose states are read; -1: what the LM head reads"
             )
             one.add_argument("--steps", type=int, default=3, help="the drafter's own steps that are unrolled")
+        if name == "draft-model":
+            one.add_argument("--layers", type=int, default=2)
+            one.add_argument("--hidden-size", type=int, default=192)
+            one.set_defaults(draft_vocab=0)
         if name == "flashspec":
             one.add_argument(
                 "--shared", type=int, help="first layers of the target that are shared (default: a quarter)"

@@ -10,28 +10,32 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from ..decoding.drafters.eagle import EagleModel
 from ..decoding.drafters.flashspec import FlashSpecModel
 from . import features
 from .cli import frequent_ids
+from .draft_model import DraftModelTraining
 from .eagle import EagleTraining
 from .flashspec import FlashSpecTraining
-from .module import PartTraining
 from .texts import Text
 from .trainer import train
 
 
-def _build(options, target, draft_ids) -> PartTraining:
+def build(options, target, draft_ids: list[int] | None) -> tuple[nn.Module, tuple[int, ...]]:
+    """The module to train and the taps that it reads."""
     torch.manual_seed(options.seed)
+    if options.kind == "draft-model":
+        return DraftModelTraining(target, layers=options.layers, hidden_size=options.hidden_size), ()
     common: dict[str, Any] = {"draft_ids": draft_ids, "intermediate_size": options.intermediate_size}
     if options.kind == "eagle":
         layers = target.config.get_text_config(decoder=True).num_hidden_layers
         taps = options.taps or [layers // 4, layers // 2, layers - 1 - layers // 4]
-        return EagleTraining(EagleModel(target, taps=taps, **common), steps=options.steps)
-    if options.kind == "flashspec":
-        return FlashSpecTraining(FlashSpecModel(target, shared=options.shared, adapters=options.adapters, **common))
-    raise ValueError(f"train: no such drafter: {options.kind}")
+        part = EagleModel(target, taps=taps, **common)
+        return EagleTraining(part, steps=options.steps), part.taps
+    part = FlashSpecModel(target, shared=options.shared, adapters=options.adapters, **common)
+    return FlashSpecTraining(part), part.taps
 
 
 def train_drafter(options, target, texts: list[Text], command: str) -> dict:
@@ -39,17 +43,12 @@ def train_drafter(options, target, texts: list[Text], command: str) -> dict:
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     vocab = target.get_output_embeddings().weight.shape[0]
-    model = _build(options, target, frequent_ids(texts, options.draft_vocab, vocab))
-    folder = features.compute(target, texts, model.part.taps, options.features or out / "features")
+    model, taps = build(options, target, frequent_ids(texts, options.draft_vocab, vocab))
+    folder = features.compute(target, texts, taps, options.features or out / "features")
     held = max(1, round(options.held_out * len(texts)))
-    size = model.part.hidden_size
+    common: dict[str, Any] = {"hidden_size": target.config.get_text_config(decoder=True).hidden_size}
     batches = features.FeatureBatches(
-        folder,
-        model.part.taps,
-        hidden_size=size,
-        tokens=options.tokens_per_step,
-        texts=range(held, len(texts)),
-        seed=options.seed,
+        folder, taps, tokens=options.tokens_per_step, texts=range(held, len(texts)), seed=options.seed, **common
     )
     begin = perf_counter()
     train(
@@ -57,18 +56,22 @@ def train_drafter(options, target, texts: list[Text], command: str) -> dict:
         save_steps=options.save_steps,
     )  # fmt: skip
     seconds = perf_counter() - begin
-    report = evaluate(model, features.FeatureBatches(folder, model.part.taps, hidden_size=size, texts=range(held)))
+    report = evaluate(model, features.FeatureBatches(folder, taps, texts=range(held), **common))
     about = {
         "command": command, "seed": options.seed, "texts": len(texts), "held_out": held,
         "tokens": sum(len(t.tokens) - t.start for t in texts), "texts_sha256": _digest(texts), "figures": report,
         "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
-    model.part.save(out, dtype=options.dtype, about=about)
+    if options.kind == "draft-model":
+        model.model.save_pretrained(out)
+        (out / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    else:
+        model.part.save(out, dtype=options.dtype, about=about)
     return report | {"seconds": round(seconds, 1), "bytes": (out / "model.safetensors").stat().st_size}
 
 
 @torch.inference_mode()
-def evaluate(model: PartTraining, batches: features.FeatureBatches) -> dict[str, float]:
+def evaluate(model: nn.Module, batches: features.FeatureBatches) -> dict[str, float]:
     """Means over batches of what the training logs."""
     total: dict[str, float] = {}
     for i in range(len(batches)):
