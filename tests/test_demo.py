@@ -76,9 +76,9 @@ def test_missing_model_says_how_to_get_it(monkeypatch):
 def test_speedups_are_paired():
     cells = {
         compare.BASELINE: compare.Measurement(tokens=[10, 10, 10], seconds=[1.0, 2.0, 4.0]),
-        compare.OURS: compare.Measurement(tokens=[10, 10, 10], seconds=[0.5, 0.5, 2.0]),
+        "lookup": compare.Measurement(tokens=[10, 10, 10], seconds=[0.5, 0.5, 2.0]),
     }
-    assert compare.speedups(cells, compare.OURS) == [2.0, 4.0, 2.0]
+    assert compare.speedups(cells, "lookup") == [2.0, 4.0, 2.0]
     text = compare.table([["a", "1"], ["long name", "22"]], ["method", "n"])
     assert text.splitlines()[2:] == ["a           1", "long name  22"]
 
@@ -110,8 +110,10 @@ def test_demo_end_to_end(draft, tmp_path, capsys):
     cells = json.loads(report.read_text())["cells"]
     assert len(cells) == (2 if draft else 6)
     for cell in cells:
-        assert set(cell["methods"]) == set(compare.METHODS)
-        assert cell["methods"][compare.OURS]["stats"][0]["tokens"] == 12
+        ours = ["draft model"] if draft else ["lookup", "lookup tree"]
+        assert list(cell["methods"]) == [compare.BASELINE, compare.PEER, compare.PLAIN, *ours]
+        for name in ours:
+            assert cell["methods"][name]["stats"][0]["tokens"] == 12
     for part in ("speed-up", "tokens per target call", "streamed", "same seed with and without"):
         assert part in text
     assert "identical" in text or "none of them drafted: nothing is shown" in text

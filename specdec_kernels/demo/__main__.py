@@ -11,19 +11,22 @@ from time import perf_counter
 import torch
 
 from .. import info
-from ..decoding import Drafter, DraftModelDrafter, PromptLookupDrafter
-from . import compare, rules, smollm2
+from ..decoding import Drafter, DraftModelDrafter
+from . import compare, drafters, rules, smollm2
 from .prompts import PROMPTS
 
 _SAMPLED = compare.Mode(0.8, 0.9)
 _SEED = 1234
+_SHOWN = ("lookup", "lookup tree", "eagle tree", "flashspec", "dspark")
 
 
 def _arguments(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m specdec_kernels.demo", description=__doc__)
     parser.add_argument("--target", help=f"hub id or path of a causal LM (default: {smollm2.NAME})")
     parser.add_argument(
-        "--draft", help="hub id or path of a smaller model with the same tokenizer (default: prompt lookup)"
+        "--draft",
+        help="hub id or path of a smaller model with the same tokenizer (default: lookups and, for the default target, the trained "
+        "drafters that the package ships)",
     )
     parser.add_argument(
         "--rules",
@@ -35,7 +38,8 @@ def _arguments(argv) -> argparse.Namespace:
         type=int,
         help="with --rules and without --draft: the target's first layers that draft (default: all but 2)",
     )
-    parser.add_argument("--tokens", type=int, default=80, help="new tokens per run")
+    parser.add_argument("--parts", type=Path, help="folder of trained drafters for the target")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens per run")
     parser.add_argument("--num-draft", type=int, default=5, help="most drafts per step")
     parser.add_argument("--prompt", help="measure this message instead of the demo's three")
     parser.add_argument("--rounds", type=int, default=3, help="most paired rounds of every cell")
@@ -126,24 +130,26 @@ def main(argv=None) -> None:
         print(f"model     {name}, {model.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
         _compare_rules(options, model, prompts)
         return
-    drafter: Drafter
+    ours: dict[str, Drafter]
     if options.draft:
         draft_model, _ = _load(options.draft)
-        drafter, peer = DraftModelDrafter(draft_model), {"assistant_model": draft_model}
-        method = f"drafts by {options.draft}"
+        ours, peer = {"draft model": DraftModelDrafter(draft_model)}, {"assistant_model": draft_model}
     else:
-        drafter, peer = PromptLookupDrafter(), {"prompt_lookup_num_tokens": options.num_draft}
-        method = "prompt lookup"
-    comparison = compare.Comparison(model, drafter, peer, options.num_draft)
+        parts = options.parts or (None if options.target is None else Path())
+        ours = {name: make() for name, make in drafters.available(model, parts).items() if name in _SHOWN}
+        peer = {"prompt_lookup_num_tokens": options.num_draft}
+    comparison = compare.Comparison(model, ours, peer, options.num_draft)
     comparison.warmup(next(iter(prompts.values())))
     native = info()["backends"]["native (CPU)"]
     print(f"model     {name}, {model.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(f"drafts    {method}, up to {options.num_draft} per step, rule {comparison.ours.rule!r}")
+    print(f"drafts    up to {options.num_draft} in a row per step; generate, assisted: {', '.join(peer)}")
+    for name, decoder in comparison.ours.items():
+        print(f"          {name}: rule {decoder.rule!r}")
     print(
         f"kernels   {'native, ' + str(native['isa']) if native['available'] else 'plain torch: ' + str(native['reason'])}"
     )
     print(
-        f"forward   ours: {type(comparison.ours.forward).__name__}; generate: transformers {transformers.__version__} as is"
+        f"forward   ours: {type(comparison.plain.forward).__name__}; generate: transformers {transformers.__version__} as is"
     )
     print(f"ready after {perf_counter() - begin:.1f} s\n", flush=True)
 
@@ -158,14 +164,14 @@ def main(argv=None) -> None:
         print(f"{key}, {mode.label} ({'one paired round' if done == 1 else f'median of {done} paired rounds'})")
         print(compare.table(compare.rows(into)), "\n", flush=True)
     print(
-        "speed-up: tokens per second over plain `generate` in the same round, prefill included. verify: share of the steps'\n"
-        "time outside the model (lookup, verification, sampling, bookkeeping). calls include the prefill.\n"
+        "speed-up: tokens per second over plain `generate` in the same round, prefill included. accepted: of the drafts that were\n"
+        "verified, all nodes of a tree counted. verify: share of the steps' time outside the model (lookup, verification, sampling, bookkeeping). calls include the prefill.\n"
     )
 
     key = next(iter(prompts))
     print(f"{key}, streamed:\n")
     streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    result = comparison.ours.generate(
+    result = comparison.ours[comparison.first].generate(
         prompts[key], params=compare.Mode().tensors(_SEED), max_new_tokens=options.tokens, streamer=streamer
     )
     print(f"\n{result.stats.table()}\n")

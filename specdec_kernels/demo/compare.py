@@ -1,4 +1,4 @@
-"""Paired measurements of one prompt: transformers' generate, with and without its own speculation, against ours."""
+"""Paired measurements of one prompt: transformers' generate, with and without its own speculation, against ours with each drafter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ..decoding import Drafter, GenerateResult, SpecDecodeStats, SpeculativeDeco
 BASELINE = "generate"
 PEER = "generate, assisted"
 PLAIN = "ours, plain"
-OURS = "ours, speculative"
-METHODS = (BASELINE, PEER, PLAIN, OURS)
 
 
 @dataclass(frozen=True)
@@ -67,28 +65,32 @@ class Measurement:
 
 
 class Comparison:
-    """Runs the four methods on one model.
+    """Runs transformers' two methods, our decoder without drafts, and with each drafter.
 
     Args:
         model: the target, unchanged: both `generate` methods run it as transformers ships it.
-        drafter: ours.
-        peer: keyword arguments that switch on transformers' own counterpart of that drafter.
-        num_draft: drafts per step, for both.
+        drafters: ours by name.
+        peer: keyword arguments that switch on transformers' own speculation.
+        num_draft, max_nodes: drafts per step; the first is also the peer's.
     """
 
-    def __init__(self, model, drafter: Drafter, peer: dict, num_draft: int = 5):
+    def __init__(self, model, drafters: dict[str, Drafter], peer: dict, num_draft: int = 5, max_nodes: int = 12):
         self.model, self.peer = model, peer
         self.plain = SpeculativeDecoder(model, None)
         # One packed copy of the weights serves all.
         forward = self.plain.forward
-        self.ours = SpeculativeDecoder(model, drafter, num_draft=num_draft, forward=forward)
-        self.coupled = SpeculativeDecoder(model, drafter, num_draft=num_draft, rule="coupled", forward=forward)
+        options = {"num_draft": num_draft, "max_nodes": max_nodes, "forward": forward}
+        self.ours = {name: SpeculativeDecoder(model, drafter, **options) for name, drafter in drafters.items()}
+        self.first = next(iter(drafters))
+        self.coupled = SpeculativeDecoder(model, drafters[self.first], rule="coupled", **options)
         self._runs: dict[str, Callable[[Tensor, Mode, int, int], tuple[int, GenerateResult | None]]] = {
             BASELINE: self._generate,
             PEER: lambda *a: self._generate(*a, **self.peer),
             PLAIN: lambda *a: self._decode(self.plain, *a),
-            OURS: lambda *a: self._decode(self.ours, *a),
         }
+        for name, decoder in self.ours.items():
+            self._runs[name] = lambda *a, decoder=decoder: self._decode(decoder, *a)
+        self.methods = tuple(self._runs)
         self._calls = 0
         model.register_forward_pre_hook(self._count)
 
@@ -98,13 +100,14 @@ class Comparison:
     def warmup(self, prompt: Tensor) -> None:
         """First calls of everything, and the measured step costs."""
         self.plain.warmup()
-        self.ours.warmup()
+        for decoder in self.ours.values():
+            decoder.warmup()
         for run in self._runs.values():
             run(prompt, Mode(), 4, 0)
 
     def round(self, prompt: Tensor, mode: Mode, tokens: int, seed: int, into: dict[str, Measurement]) -> None:
         """One run of every method, back to back, so that the machine's other load meets them alike."""
-        for name in METHODS:
+        for name in self.methods:
             self._calls = 0
             begin = perf_counter()
             count, result = self._runs[name](prompt, mode, tokens, seed)
@@ -134,8 +137,8 @@ class Comparison:
 
         `cells`: measured rounds whose first had that seed; they answer where our decoder runs that rule anyway.
         """
-        plain, (drafted, stats) = cells[PLAIN].texts[0], (cells[OURS].texts[0], cells[OURS].stats[0])
-        if self.ours.rule != self.coupled.rule:
+        plain, (drafted, stats) = cells[PLAIN].texts[0], (cells[self.first].texts[0], cells[self.first].stats[0])
+        if self.ours[self.first].rule != self.coupled.rule:
             result = self._decode(self.coupled, prompt, mode, tokens, seed)[1]
             drafted, stats = result.tokens[0], result.stats
         if not stats.accepted:
@@ -159,8 +162,7 @@ def speedups(cells: dict[str, Measurement], method: str) -> list[float]:
 def rows(cells: dict[str, Measurement]) -> list[list[str]]:
     """Table rows of one prompt and mode, medians over the rounds."""
     out = []
-    for name in METHODS:
-        cell = cells[name]
+    for name, cell in cells.items():
         calls = median(cell.calls)
         row = [
             name,
@@ -169,7 +171,7 @@ def rows(cells: dict[str, Measurement]) -> list[list[str]]:
             f"{median(cell.rates):.1f}",
             f"{calls:.0f}",
         ]
-        if name == OURS:
+        if cell.stats and name != PLAIN:
             row += [f"{median(s.acceptance_rate for s in cell.stats):.2f}"]
         else:
             row += [""]
