@@ -236,7 +236,7 @@ def main(argv=None) -> int:
         for method in methods:  # first calls of everything, and the costs that adaptive methods start from
             if batch == 1 or method.batches:
                 method.run(ids, mask, 0.8, 12, 0)
-                if method.decoder is not None:
+                if method.decoder is not None and method.decoder.adaptive and method.decoder.drafter is not None:
                     method.decoder.warmup(batch)
         able = [m for m in methods if batch == 1 or m.batches]
         measured = costs(able, ids, mask, max(options.num_draft, options.max_nodes))

@@ -68,10 +68,11 @@ class DraftStack(nn.Module):
 
     def start_from(self, target) -> None:
         """New layers and the norm start as copies of the target's last ones; layers of another size as if they were not there."""
-        last = target.get_decoder().layers[self.shared - self.config.num_hidden_layers :]
+        layers, new_layers = target.get_decoder().layers, self.decoder.layers[self.shared :]
+        last = [layers[max(len(layers) - len(new_layers) + i, 0)] for i in range(len(new_layers))]
         with torch.no_grad():
             self.norm.weight.copy_(target.get_decoder().norm.weight)
-            for new, old in zip(self.decoder.layers[self.shared :], last, strict=True):
+            for new, old in zip(new_layers, last, strict=True):
                 state = old.state_dict()
                 if all(state[name].shape == t.shape for name, t in new.state_dict().items()):
                     new.load_state_dict(state)

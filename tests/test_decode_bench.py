@@ -1,0 +1,92 @@
+"""`python -m bench.decode` on a tiny target: every method runs, the figures are what they say, pages are drawn."""
+
+import json
+
+import pytest
+import torch
+
+from tests.smollm2_fixture import transformers
+from tests.test_demo import tiny_model
+from tests.test_trained_drafters import flashspec
+
+from bench import _decode_quality, decode  # isort: skip
+from bench._decode_methods import GENERATE, PLAIN, Method, Result  # isort: skip
+from specdec_kernels.decoding import EagleModel  # isort: skip
+
+
+@pytest.mark.model
+def test_every_method(tmp_path, capsys):
+    target = tiny_model(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    EagleModel(model, taps=(0,), draft_ids=range(0, 4000)).save(tmp_path / "parts" / "eagle")
+    flashspec(model, list(range(0, 4000))).save(tmp_path / "parts" / "flashspec")
+    model.save_pretrained(tmp_path / "parts" / "draft-model")
+    output = tmp_path / "decode.json"
+    options = ["--target", target, "--parts", str(tmp_path / "parts"), "--output", str(output), "--tokens", "6"]
+    options += ["--rounds", "1", "--prompts", "1", "--classes", "code", "--quality-rows", "3"]
+    decode.main([*options, "--batch", "2", "--methods", "lookup tree", "flashspec", "--temperatures", "0.8"])
+    batch = json.loads(output.read_text())["cells"][0]["methods"]
+    assert set(batch) == {GENERATE, PLAIN, "lookup tree", "flashspec"} and batch["flashspec"]["kind"] == "blocks"
+    decode.main([*options, "--batch", "1"])
+    document = json.loads(output.read_text())
+    assert [(c["batch"], c["temperature"]) for c in document["cells"]] == [(1, 0.0), (1, 0.8)]
+    ours = {
+        "lookup", "lookup tree", "eagle tree", "eagle chain", "eagle chain, auto", "flashspec", "flashspec, no blocks",
+        "flashspec, no blocks, auto", "draft model", "draft model, auto",
+    }  # fmt: skip
+    one = {GENERATE, PLAIN, "generate, prompt lookup", "generate, assisted"} | ours
+    for cell in document["cells"]:
+        assert set(cell["methods"]) == one
+        assert cell["methods"][GENERATE]["speedup"] == 1.0
+        agrees = cell["methods"]["draft model"]  # it is the target
+        assert agrees["tokens_per_call"] > 4 and agrees["acceptance_by_position"][0] == 1.0
+        assert agrees["predicted"] > 0 and cell["methods"]["lookup"]["predicted"] is None
+        assert sum(agrees["time"].values()) == pytest.approx(1.0)
+    assert set(document["quality"]) == {PLAIN} | ours
+    assert all(0 <= document["quality"][name]["ks_p"] <= 1 for name in ours)
+    text = capsys.readouterr().out
+    assert "acceptance by position" in text and "over plain" in text
+    pytest.importorskip("matplotlib")
+    assert [p.name for p in decode_pages(output)] == ["decode_1.svg"]
+
+
+def decode_pages(output):
+    from bench._decode_plots import draw
+
+    pages = draw(output)
+    assert all(p.read_text().startswith("<?xml") for p in pages)
+    return pages
+
+
+def test_prediction_by_hand():
+    run = {"kind": "chain", "acceptance_by_position": [0.8, 0.4]}
+    cell = {"methods": {"x": run}}
+    measured = {"forward": {1: 2.0, 3: 2.5}, "draft": {"x": 0.5}}
+    want = (1 + 0.8 + 0.4) / (2.5 / 2.0 + 0.25)
+    assert decode.predicted(cell, measured, "x", 2, 9) == pytest.approx(want)
+    run["kind"] = "blocks"
+    assert decode.predicted(cell, measured, "x", 2, 9) is None
+
+
+def test_two_sample_sees_another_law():
+    """Texts of the same law pass, texts of another temperature do not."""
+
+    class Model:
+        def __call__(self, ids):
+            logits = torch.linspace(0, 3, 8).expand(*ids.shape, 8)
+            return type("Out", (), {"logits": logits})
+
+    def method(name, temperature):
+        def run(ids, mask, _temperature, tokens, seed):
+            generator = torch.Generator().manual_seed(seed)
+            p = (torch.linspace(0, 3, 8) / temperature).softmax(-1).expand(len(ids), 8)
+            return Result([t.tolist() for t in torch.multinomial(p, tokens, True, generator=generator)], 1)
+
+        return Method(name, run)
+
+    plain, same, other = method("plain", 0.8), method("same", 0.8), method("other", 1.6)
+    prompt = torch.zeros(1, 3, dtype=torch.int64)
+    out = _decode_quality.two_sample(Model(), [same, other], plain, prompt, rows=200, tokens=6, seed=1)
+    assert out["same"]["ks_p"] > 1e-3 and out["same"]["tokens_p"] > 1e-3
+    assert out["other"]["ks_p"] < 1e-6 and out["other"]["tokens_p"] < 1e-6
+    assert out["other"]["perplexity"] > 1.2 * out["plain"]["perplexity"]
