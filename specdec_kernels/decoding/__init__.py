@@ -8,6 +8,7 @@ from .drafters import (
     Drafter,
     DraftModelDrafter,
     DraftPart,
+    DSparkDrafter,
     EagleDrafter,
     EagleModel,
     FlashSpecDrafter,
@@ -16,6 +17,8 @@ from .drafters import (
     StepOutcome,
     load_drafter_part,
 )
+from .dspark_config import DSparkConfig
+from .dspark_model import DSparkModel
 from .forward import ModelForward
 from .packed import PackedForward
 from .paged_cache import PagedCache
@@ -27,6 +30,9 @@ from .support import UnsupportedModel
 __all__ = [
     "CacheRollback",
     "ChainDrafter",
+    "DSparkConfig",
+    "DSparkDrafter",
+    "DSparkModel",
     "DraftBatch",
     "DraftContext",
     "DraftModelDrafter",

@@ -3,6 +3,7 @@
 from .base import DraftBatch, DraftContext, Drafter, StepOutcome
 from .chain import ChainDrafter
 from .draft_model import DraftModelDrafter
+from .dspark import DSparkDrafter
 from .eagle import EagleDrafter, EagleModel
 from .flashspec import FlashSpecDrafter, FlashSpecModel
 from .part import DraftPart
@@ -13,6 +14,7 @@ load_drafter_part = DraftPart.load
 
 __all__ = [
     "ChainDrafter",
+    "DSparkDrafter",
     "DraftBatch",
     "DraftContext",
     "DraftModelDrafter",
