@@ -9,10 +9,17 @@ from tests.smollm2_fixture import recompute, tiny, transformers
 from tests.test_trained_drafters import KEPT, eagle, eagle_logits, flashspec, flashspec_logits
 
 from specdec_kernels import SamplingTensors  # isort: skip
-from specdec_kernels.decoding import DraftModelDrafter, SpeculativeDecoder, load_drafter_part  # isort: skip
+from specdec_kernels.decoding import (  # isort: skip
+    DraftModelDrafter,
+    DSparkModel,
+    DSparkPart,
+    SpeculativeDecoder,
+    load_drafter_part,
+)
 from specdec_kernels.training import features, texts, trainer  # isort: skip
 from specdec_kernels.training.cli import frequent_ids, main  # isort: skip
 from specdec_kernels.training.draft_model import DraftModelTraining  # isort: skip
+from specdec_kernels.training.dspark import DSparkTraining  # isort: skip
 from specdec_kernels.training.eagle import EagleTraining  # isort: skip
 from specdec_kernels.training.features import FeatureBatches  # isort: skip
 from specdec_kernels.training.flashspec import FlashSpecTraining  # isort: skip
@@ -140,10 +147,13 @@ def training_of(kind, model):
     torch.manual_seed(0)
     if kind == "draft-model":
         return DraftModelTraining(model, hidden_size=16)
+    if kind == "dspark":
+        part = DSparkPart(model, mask_token_id=63, block_size=4, markov_rank=8, target_layer_ids=[0, 1])
+        return DSparkTraining(part, blocks=6)
     return EagleTraining(eagle(model, (0, 1)), steps=2) if kind == "eagle" else FlashSpecTraining(flashspec(model))
 
 
-@pytest.mark.parametrize("kind", ["eagle", "flashspec", "draft-model"])
+@pytest.mark.parametrize("kind", ["eagle", "flashspec", "dspark", "draft-model"])
 def test_training_helps_and_leaves_the_target_alone(kind, prepared, tmp_path):
     model, _, folder = prepared
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -155,7 +165,7 @@ def test_training_helps_and_leaves_the_target_alone(kind, prepared, tmp_path):
     trained = evaluate(training, loaded)
     # The loss has the target's entropy in it, which stays.
     assert trained["loss"] < untrained["loss"]
-    figure = "overlap_1" if kind == "eagle" else "overlap"
+    figure = {"eagle": "overlap_1", "dspark": "accept_1"}.get(kind, "overlap")
     assert trained[figure] > untrained[figure] + 0.1
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]), f"{name} is the target's and frozen"
@@ -282,7 +292,7 @@ def test_frequent_ids():
     assert frequent_ids(some, 0, 64) is None and frequent_ids(some, 64, 64) is None
 
 
-@pytest.mark.parametrize("kind", ["eagle", "flashspec", "draft-model"])
+@pytest.mark.parametrize("kind", ["eagle", "flashspec", "dspark", "draft-model"])
 def test_command(kind, tmp_path, capsys):
     """From texts to a file that drafts, and again: the second run has nothing left to train."""
     model = tiny("llama", scale=0.3)
@@ -293,10 +303,15 @@ def test_command(kind, tmp_path, capsys):
     arguments = [kind, "--target", str(tmp_path / "target"), "--data", str(data), "--out", str(tmp_path / "out")]
     arguments += ["--epochs", "1", "--held-out", "0.2"]
     arguments += ["--hidden-size", "16"] if kind == "draft-model" else ["--draft-vocab", "40", "--dtype", "float16"]
+    arguments += ["--public", str(tmp_path / "public")] if kind == "dspark" else []
     assert main(arguments) == 0
     out = capsys.readouterr().out
     report = json.loads(out[out.rindex("{\n") :])
     assert report["bytes"] > 0 and report["loss"] > 0
+    if kind == "dspark":
+        public = DSparkModel.load(tmp_path / "public", model)
+        for name, tensor in public.state_dict().items():
+            assert tensor.shape == load_drafter_part(tmp_path / "out", model).model.state_dict()[name].shape
     if kind == "draft-model":
         draft = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
         decoder = SpeculativeDecoder(model, DraftModelDrafter(draft))

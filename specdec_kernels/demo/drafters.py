@@ -8,6 +8,7 @@ from pathlib import Path
 from ..decoding import (
     Drafter,
     DraftModelDrafter,
+    DSparkDrafter,
     EagleDrafter,
     FlashSpecDrafter,
     PromptLookupDrafter,
@@ -50,6 +51,10 @@ def available(target, parts: Path | str | None = None) -> dict[str, Callable[[],
         flashspec = load_drafter_part(folder / "flashspec", target)
         out["flashspec"] = lambda: FlashSpecDrafter(flashspec)
         out["flashspec, no blocks"] = lambda: FlashSpecDrafter(flashspec, block_size=None)
+    if _has(folder, "dspark"):
+        dspark = load_drafter_part(folder / "dspark", target).model
+        out["dspark"] = lambda: DSparkDrafter(dspark)
+        out["dspark, scheduled"] = lambda: DSparkDrafter(dspark, schedule="threshold")
     if (model := draft_model(folder)) is not None:
         out["draft model"] = lambda: DraftModelDrafter(model)
     return out

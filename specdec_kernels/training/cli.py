@@ -65,6 +65,19 @@ def parser() -> argparse.ArgumentParser:
                 "--taps", type=int, nargs="+", help="layers whose states are read; -1: what the LM head reads"
             )
             one.add_argument("--steps", type=int, default=3, help="the drafter's own steps that are unrolled")
+        if name == "dspark":
+            one.add_argument(
+                "--taps", type=int, nargs="+", help="layers whose states are read (default: five, spread evenly)"
+            )
+            one.add_argument("--layers", type=int, default=1)
+            one.add_argument("--block-size", type=int, default=7)
+            one.add_argument("--markov-rank", type=int, default=32)
+            one.add_argument(
+                "--mask-token", type=int, help="id whose embedding stands for a draft (default: the last one)"
+            )
+            one.add_argument(
+                "--public", type=Path, help="also write the public layout (config.json, model.safetensors) here"
+            )
         if name == "draft-model":
             one.add_argument("--layers", type=int, default=2)
             one.add_argument("--hidden-size", type=int, default=192)

@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..decoding.drafters.dspark_part import DSparkPart
 from ..decoding.dspark_model import DSparkModel
+from .features import FeatureBatch
+from .module import PartTraining
 
 
 class DSparkBatch(NamedTuple):
@@ -112,6 +115,46 @@ def dspark_loss(
     acceptance = by_slot.flatten(0, 1).sum(0) / counts.flatten(0, 1).sum(0).clamp_min(1)
     accepted = by_slot.cumprod(-1).sum() / counts[..., 0].sum().clamp_min(1)
     return DSparkLoss(loss, ce.detach(), tv.detach(), confidence.detach(), acceptance, accepted, error)
+
+
+class DSparkTraining(PartTraining):
+    """`dspark_loss` of blocks behind random anchors of each text.
+
+    blocks: anchors of a text in a step · log_norm is computed from the states, a chunk at a time.
+    """
+
+    def __init__(self, part: DSparkPart, *, blocks: int = 24):
+        super().__init__(part)
+        self.blocks = blocks
+
+    def forward(self, batch: FeatureBatch) -> dict[str, Tensor]:
+        model, device = self.part.model, batch.tokens.device
+        place = torch.arange(batch.tokens.shape[1], device=device)
+        trained = (place >= batch.starts[:, None]) & (place < batch.lengths[:, None])
+        # A block behind token a predicts a + 1 first. In training anchors are drawn anew at every step.
+        able = torch.nn.functional.pad(trained[:, 1:], (0, 1))
+        score = torch.rand(able.shape, device=device) if self.training else (place * 0.618034 % 1).expand(able.shape)
+        count = min(self.blocks, able.shape[1])
+        anchors = score.masked_fill(~able, -1.0).topk(count, 1).indices
+        # Texts shorter than that repeat an anchor.
+        anchors = torch.where(able.gather(1, anchors), anchors, anchors[:, :1])
+        log_norm = self._log_norm(batch, trained)
+        data = DSparkBatch(batch.tokens, batch.states, batch.last, anchors, trained, log_norm)
+        out = dspark_loss(model, data, head=self.part.head)
+        figures = {f"accept_{k + 1}": a for k, a in enumerate(out.acceptance)}
+        return {
+            "loss": out.loss, "tv": out.tv, "accepted": out.accepted, "confidence_error": out.confidence_error, **figures
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def _log_norm(self, batch: FeatureBatch, trained: Tensor) -> Tensor:
+        """log sum exp of the target's whole rows, where a slot may count."""
+        weight = self.part.target.get_output_embeddings().weight
+        wanted = trained | F.pad(trained[:, 1:], (0, 1))
+        out = batch.last.new_zeros(wanted.shape)
+        rows = batch.last[wanted]
+        out[wanted] = torch.cat([F.linear(part, weight).logsumexp(-1) for part in rows.split(512)])
+        return out
 
 
 def _mean(value: Tensor, weight: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ import torch
 import transformers
 from torch import nn
 
+from ..decoding.drafters.dspark_part import DSparkPart
 from ..decoding.drafters.eagle import EagleModel
 from ..decoding.drafters.flashspec import FlashSpecModel
 from . import features
 from .cli import frequent_ids
 from .draft_model import DraftModelTraining
+from .dspark import DSparkTraining
 from .eagle import EagleTraining
 from .flashspec import FlashSpecTraining
 from .texts import Text
@@ -34,6 +36,16 @@ def build(options, target, draft_ids: list[int] | None) -> tuple[nn.Module, tupl
         taps = options.taps or [layers // 4, layers // 2, layers - 1 - layers // 4]
         part = EagleModel(target, taps=taps, **common)
         return EagleTraining(part, steps=options.steps), part.taps
+    if options.kind == "dspark":
+        mask = len(target.get_input_embeddings().weight) - 1 if options.mask_token is None else options.mask_token
+        keys: dict[str, Any] = {
+            "mask_token_id": mask, "num_layers": options.layers, "block_size": options.block_size,
+            "markov_rank": options.markov_rank, "target_layer_ids": options.taps,
+        }  # fmt: skip
+        if options.intermediate_size is not None:
+            keys["intermediate_size"] = options.intermediate_size
+        dspark = DSparkPart(target, draft_ids=draft_ids, **keys)
+        return DSparkTraining(dspark), dspark.taps
     part = FlashSpecModel(target, shared=options.shared, adapters=options.adapters, **common)
     return FlashSpecTraining(part), part.taps
 
@@ -67,6 +79,8 @@ def train_drafter(options, target, texts: list[Text], command: str) -> dict:
         (out / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     else:
         model.part.save(out, dtype=options.dtype, about=about)
+        if options.kind == "dspark" and options.public:
+            model.part.model.save(options.public)
     return report | {"seconds": round(seconds, 1), "bytes": (out / "model.safetensors").stat().st_size}
 
 

@@ -4,6 +4,7 @@ from .base import DraftBatch, DraftContext, Drafter, StepOutcome
 from .chain import ChainDrafter
 from .draft_model import DraftModelDrafter
 from .dspark import DSparkDrafter
+from .dspark_part import DSparkPart
 from .eagle import EagleDrafter, EagleModel
 from .flashspec import FlashSpecDrafter, FlashSpecModel
 from .part import DraftPart
@@ -15,6 +16,7 @@ load_drafter_part = DraftPart.load
 __all__ = [
     "ChainDrafter",
     "DSparkDrafter",
+    "DSparkPart",
     "DraftBatch",
     "DraftContext",
     "DraftModelDrafter",
