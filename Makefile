@@ -13,13 +13,15 @@ PY := $(VENV)/bin/python
 export SPECDEC_BUILD_CPU ?= $(if $(shell command -v $${CXX:-c++} || command -v g++),1,auto)
 NATIVE := $(wildcard csrc/*/*.h csrc/*/*.cpp)
 REQUIREMENTS := torch triton transformers tokenizers safetensors accelerate gguf numpy scipy tqdm \
-	setuptools wheel ninja pytest pytest-xdist hypothesis ruff clang-format
+	setuptools wheel ninja pytest pytest-xdist hypothesis ruff clang-format matplotlib
 
 .PHONY: demo test lint format bench build clean
 
 demo: build
 	$(PY) -m specdec_kernels.demo $(ARGS)
 
+# One thread a process: with more, those of one would wait for the other's.
+test: export OMP_NUM_THREADS ?= 1
 test: build
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -17,6 +17,7 @@ PACKAGES = [
     "specdec_kernels.decoding.drafters",
     "specdec_kernels.demo",
     "specdec_kernels.eager",
+    "specdec_kernels.training",
     "specdec_kernels.triton",
     "specdec_kernels_ref",
 ]
@@ -104,4 +105,9 @@ def extensions():
     }
 
 
-setup(packages=PACKAGES, package_dir={"specdec_kernels_ref": "python_ref"}, **extensions())
+setup(
+    packages=PACKAGES,
+    package_dir={"specdec_kernels_ref": "python_ref"},
+    package_data={"specdec_kernels.demo": ["trained/*/*"]},
+    **extensions(),
+)

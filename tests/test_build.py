@@ -81,7 +81,7 @@ def test_library_exports_nothing_but_torch_needs():
 def pure_wheel(tmp_path_factory) -> pathlib.Path:
     """A wheel built without the native library, from a copy of the sources."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, source / name)
     for name in ("specdec_kernels", "python_ref", "csrc", "tests", "bench"):
         ignore = shutil.ignore_patterns("__pycache__", "*.so")
