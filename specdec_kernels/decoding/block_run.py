@@ -196,5 +196,11 @@ class _OnStream:
             self.value = work()
 
     def result(self):
-        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-        return self.value
+        main = torch.cuda.current_stream(self.stream.device)
+        main.wait_stream(self.stream)
+        # Memory of the other stream, which would hand it out again while this one reads.
+        batch = self.value
+        for tensor in (batch.tokens, batch.logits, batch.rows, *(batch.nucleus or ())) if batch is not None else ():
+            if tensor is not None:
+                tensor.record_stream(main)
+        return batch
