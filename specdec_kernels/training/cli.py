@@ -51,6 +51,9 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--learning-rate", type=float, default=6e-4)
         one.add_argument("--tokens-per-step", type=int, default=2048)
         one.add_argument(
+            "--whole", action="store_true", help="train on the prompts too, not on the target's answers alone"
+        )
+        one.add_argument(
             "--held-out", type=float, default=0.03, help="share of the texts kept for the figures at the end"
         )
         if name != "draft-model":

@@ -134,12 +134,12 @@ class FeatureBatches(Dataset):
     """Batches of texts of like length; an item is a whole `FeatureBatch`.
 
     folder: of `compute` · taps: those that the batches have, in this order · hidden_size: H · tokens: most padded tokens of a batch · texts: which of the texts (their numbers); None: all · seed:
-    of the order.
+    of the order · whole: train the prompts too: the target has a distribution behind each of their tokens as well.
     """
 
     def __init__(
         self, folder: Path | str, taps: Sequence[int], *, hidden_size: int, tokens: int = 2048,
-        texts: Sequence[int] | None = None, seed: int = 0,
+        texts: Sequence[int] | None = None, seed: int = 0, whole: bool = False,
     ):  # fmt: skip
         from safetensors import safe_open
 
@@ -152,7 +152,7 @@ class FeatureBatches(Dataset):
             lengths, starts = file.get_tensor("lengths").tolist(), file.get_tensor("starts").tolist()
             begin = 0
             for n, start in zip(lengths, starts, strict=True):
-                self.places.append((len(self.files) - 1, begin, n, start))
+                self.places.append((len(self.files) - 1, begin, n, 1 if whole else start))
                 begin += n
         chosen = list(range(len(self.places)) if texts is None else texts)
         rng = random.Random(seed)

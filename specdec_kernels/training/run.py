@@ -60,7 +60,13 @@ def train_drafter(options, target, texts: list[Text], command: str) -> dict:
     held = max(1, round(options.held_out * len(texts)))
     common: dict[str, Any] = {"hidden_size": target.config.get_text_config(decoder=True).hidden_size}
     batches = features.FeatureBatches(
-        folder, taps, tokens=options.tokens_per_step, texts=range(held, len(texts)), seed=options.seed, **common
+        folder,
+        taps,
+        tokens=options.tokens_per_step,
+        texts=range(held, len(texts)),
+        seed=options.seed,
+        whole=options.whole,
+        **common,
     )
     begin = perf_counter()
     train(
