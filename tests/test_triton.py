@@ -35,7 +35,7 @@ def test_launches():
         (lambda: sk.nucleus(rows, params, backend="triton"), ["nucleus_kernel"]),
         (lambda: sk.sample(rows, params, backend="triton"), ["nucleus_kernel", "sample_kernel"]),
         (
-            lambda: sk.markov_step(rows, drafts[:, 0], *[torch.ones(300, 8)] * 2, params, backend="triton"),
+            lambda: sk.markov_step(rows, drafts[0, :3], *[torch.ones(300, 8)] * 2, params, backend="triton"),
             ["markov_kernel", "nucleus_kernel", "sample_kernel"],
         ),
         (lambda: sk.filter_probs(rows, params, backend="triton"), ["nucleus_kernel", "filter_probs_kernel"]),
