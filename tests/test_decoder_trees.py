@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-from scipy import stats
 
+from tests.laws import assert_law
 from tests.smollm2_fixture import TINY, assert_same_text, recompute, tiny
 from tests.test_decoder import padded, prompts, sampling
 
@@ -114,19 +114,7 @@ def test_trees_keep_the_law(rule):
     decoder = SpeculativeDecoder(model, Fixed(), num_draft=2, rule=rule, adaptive=False)
     result = decoder.generate(torch.tensor([prompt] * rows), params=params, max_new_tokens=4)
     assert result.stats.accepted > rows // 2
-    seen = torch.zeros(6, 6, 6)
-    for tokens in result.tokens:
-        seen[tuple(tokens[1:])] += 1
-    law = torch.zeros(6, 6, 6, 6, dtype=torch.float64)
-    for a in range(6):
-        for b in range(6):
-            for c in range(6):
-                p = recompute(model, [*prompt, a, b, c]).double().softmax(-1)
-                law[a, b, c] = p[2, a] * p[3, b] * p[4, c] * p[5]
-    expected = law.sum(0) * rows
-    assert float(expected.min()) > 2
-    statistic = float(((seen - expected) ** 2 / expected).sum())
-    assert stats.chi2.sf(statistic, expected.numel() - 1) > 1e-4
+    assert_law(model, prompt, result.tokens)
 
 
 @torch.inference_mode()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from scipy import stats
 
 import specdec_kernels as sk
 from tests.dspark_cases import (
@@ -16,7 +15,8 @@ from tests.dspark_cases import (
     tapped,
     write,
 )
-from tests.smollm2_fixture import TINY, assert_same_text, recompute, tiny
+from tests.laws import assert_law
+from tests.smollm2_fixture import TINY, assert_same_text, tiny
 from tests.test_decoder import one, padded, prompts, sampling
 
 from specdec_kernels import SamplingTensors  # isort: skip
@@ -176,21 +176,7 @@ def test_law_of_the_text(tmp_path, rule, schedule, reduced):
     if schedule:
         counts = torch.bincount(torch.tensor(seen[0][2].counts), minlength=3)
         assert int((counts > rows // 50).sum()) > 1, counts
-    found = torch.zeros(6, 6, 6)
-    for tokens in result.tokens:
-        found[tuple(tokens[1:])] += 1
-    law = torch.zeros(6, 6, 6, 6, dtype=torch.float64)
-    for a in range(6):
-        for b in range(6):
-            for c in range(6):
-                p = recompute(target, [*prompt, a, b, c]).double().softmax(-1)
-                law[a, b, c] = p[2, a] * p[3, b] * p[4, c] * p[5]
-    expected = law.sum(0) * rows
-    assert float(expected.min()) > 2
-    # All three tokens, and by itself the first one that has drafts, which shows most of what lengths can do.
-    for given, wanted in ((found, expected), (found.sum((1, 2)), expected.sum((1, 2)))):
-        statistic = float(((given - wanted) ** 2 / wanted).sum())
-        assert stats.chi2.sf(statistic, wanted.numel() - 1) > 1e-4
+    assert_law(target, prompt, result.tokens)
 
 
 @pytest.mark.parametrize("cache", ["ragged", "paged"])

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from scipy import stats
 
+from tests.laws import assert_law
 from tests.smollm2_fixture import assert_same_text, recompute, tiny
 from tests.test_decoder import padded, prompts, sampling
 
@@ -87,22 +87,7 @@ def test_sampled_law(form):
     result = decoder.generate(torch.tensor([prompt] * rows), params=params, max_new_tokens=4)
     assert result.stats.accepted > rows // 2
     assert result.stats.accepted < result.stats.drafted
-    seen = torch.zeros(6, 6, 6)
-    for tokens in result.tokens:
-        seen[tuple(tokens[1:])] += 1
-    law = torch.zeros(6, 6, 6, 6, dtype=torch.float64)
-    for a in range(6):
-        for b in range(6):
-            for c in range(6):
-                p = recompute(model, [*prompt, a, b, c]).double().softmax(-1)
-                law[a, b, c] = p[2, a] * p[3, b] * p[4, c] * p[5]
-    expected = law.sum(0).flatten() * rows
-    big = expected >= 4
-    seen, expected = seen.flatten(), expected
-    observed = torch.cat([seen[big], seen[~big].sum()[None]])
-    wanted = torch.cat([expected[big], expected[~big].sum()[None]])
-    statistic = float(((observed - wanted) ** 2 / wanted)[wanted > 0].sum())
-    assert stats.chi2.sf(statistic, int(big.sum()) - 1) > 1e-4
+    assert_law(model, prompt, result.tokens)
 
 
 @torch.inference_mode()

@@ -88,10 +88,7 @@ class BlockRun(Run):
         ]
         self.drafter.rewind(lengths, ahead=self.decoder.num_draft + 1)
         emitted = self._finish(emitted)
-        stats.draft_seconds += t1 - t0
-        stats.target_seconds += t2 - t1
-        stats.verify_seconds += t3 - t2
-        stats.rest_seconds += perf_counter() - t3
+        stats.clock(t0, t1, t2, t3, perf_counter())
         return emitted
 
     def _most(self, row: int, count: int) -> int:

@@ -106,10 +106,7 @@ class Run:
         emitted = self._emit(emitted)
         self._observe(emitted, counts, accepted, output.taps, paths)
         emitted = self._finish(emitted)
-        stats.draft_seconds += t1 - t0
-        stats.target_seconds += t2 - t1
-        stats.verify_seconds += t3 - t2
-        stats.rest_seconds += perf_counter() - t3
+        stats.clock(t0, t1, t2, t3, perf_counter())
         return emitted
 
     def _propose(self, position: Tensor) -> DraftBatch | None:

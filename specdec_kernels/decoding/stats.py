@@ -110,6 +110,13 @@ class SpecDecodeStats:
         self.emitted += sum(accepted) + len(accepted) if emitted is None else emitted
         self.plain_steps += longest == 0
 
+    def clock(self, begin: float, drafted: float, forwarded: float, verified: float, end: float) -> None:
+        """Adds the times of one step, in seconds of one clock: when it began, and when each of its parts was done."""
+        self.draft_seconds += drafted - begin
+        self.target_seconds += forwarded - drafted
+        self.verify_seconds += verified - forwarded
+        self.rest_seconds += end - verified
+
     def to_dict(self) -> dict:
         """Fields and derived figures."""
         derived = ["tokens_per_call", "acceptance_rate", "acceptance_by_position", "step_seconds", "seconds"]
