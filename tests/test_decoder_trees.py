@@ -131,14 +131,17 @@ def test_tree_forward(kind, packed):
     cache = forward.new_cache(2, 32)
     forward(torch.tensor([texts[0], texts[1] + [0] * 8]), [11, 3], cache)
     cache.advance([11, 3])
-    parents = torch.tensor([[0, 0, 1, 1, 3, 2], [0, 1, 2, 3, -1, -1]])
-    tokens = torch.tensor([[6, 1, 2, 3, 4, 5, 6], [7, 1, 2, 3, 4, 0, 0]])
-    counts = [7, 5]
-    visible = torch.zeros(2, 7, 7, dtype=torch.bool)
-    depth = torch.zeros(2, 7, dtype=torch.int64)
+    # The second row's tree is deeper than the window, with a sibling at each level, so that places and positions differ.
+    shallow, deep = [0, 0, 1, 1, 3, 2], [0, 0, *(n for k in range(9) for n in (2 * k + 1,) * 2)]
+    width = len(deep) + 1
+    parents = torch.tensor([shallow + [-1] * (len(deep) - len(shallow)), deep])
+    tokens = torch.randint(64, (2, width), generator=torch.Generator().manual_seed(2))
+    counts = [len(shallow) + 1, width]
+    visible = torch.zeros(2, width, width, dtype=torch.bool)
+    depth = torch.zeros(2, width, dtype=torch.int64)
     paths = {}
     for b in range(2):
-        for n in range(7):
+        for n in range(width):
             path = [n]
             while path[0] and int(parents[b, path[0] - 1]) >= 0:
                 path.insert(0, int(parents[b, path[0] - 1]))

@@ -20,6 +20,8 @@ from specdec_kernels.decoding import (  # isort: skip
     SpeculativeDecoder,
     load_drafter_part,
 )
+from specdec_kernels.decoding.draft_stack import StackForward  # isort: skip
+from specdec_kernels.decoding.masks import TreeShape  # isort: skip
 
 NEW = 16
 KEPT = [*range(0, 64, 2), 63]
@@ -147,6 +149,44 @@ def test_eagle_tree_is_that_of_the_formula(taps):
             best = eagle_logits(part, text).double().log_softmax(-1).topk(3)
             for value, column in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 assert (KEPT[column],) in kept or value <= worst + 1e-4
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cache", ["ragged", "paged"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_trees_that_grow(kind, cache):
+    """A tree read level by level, each level a forward over the cache: a node's states are those of its path, read from scratch."""
+    model = tiny(kind)
+    stack = eagle(model).stack
+    forward = StackForward(stack)
+    generator = torch.Generator().manual_seed(0)
+    text, levels = (
+        [torch.randn(n, 32, generator=generator) for n in (9, 4)],
+        [torch.randn(2, 3, 32, generator=generator) for _ in range(3)],
+    )
+    made = forward.new_cache(2, 32, cache, page_size=4)
+    forward(torch.nn.utils.rnn.pad_sequence(text, batch_first=True), [9, 4], made)
+    made.advance([9, 4])
+    parents = [[[0, 0, 0]] * 2, [[0, 0, 2], [1, 1, 1]], [[2, 0, 1], [2, 2, 0]]]
+    seen, depth = torch.zeros(2, 3, 0, dtype=torch.bool), torch.zeros(2, 0, dtype=torch.int64)
+    paths = [[[] for _ in range(3)] for _ in range(2)]
+    for level, x in enumerate(levels):
+        parent = torch.tensor(parents[level])
+        if level:
+            seen = seen.gather(1, parent[:, :, None].expand(-1, -1, seen.shape[2]))
+            paths = [[paths[b][p] for p in parents[level][b]] for b in range(2)]
+        seen = torch.cat([seen, torch.eye(3, dtype=torch.bool).expand(2, 3, 3)], 2)
+        depth = torch.nn.functional.pad(depth, (0, 3), value=level)
+        paths = [[[*path, x[b, i]] for i, path in enumerate(paths[b])] for b in range(2)]
+        states = forward(x, [3, 3], made, TreeShape(depth, seen)).view(2, 3, 32)
+        made.advance([3, 3])
+        for b in range(2):
+            for i in range(3):
+                whole = torch.cat([text[b], torch.stack(paths[b][i])])[None]
+                n = whole.shape[1]
+                mask = torch.zeros(n, n).masked_fill_(torch.ones(n, n, dtype=torch.bool).triu(1), -1e30)
+                want = stack(whole, mask[None, None], torch.arange(n)[None])[0, -1]
+                torch.testing.assert_close(states[b, i], want, atol=2e-4, rtol=0)
 
 
 def test_chains_sample_their_own_law():
