@@ -73,7 +73,6 @@ class _Transformers:
 
     def __init__(self, model):
         self.model, self.calls = model, 0
-        model.register_forward_pre_hook(self._count)
 
     def _count(self, _module, _args) -> None:
         self.calls += 1
@@ -82,7 +81,12 @@ class _Transformers:
         torch.manual_seed(seed)
         self.calls = 0
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        output = self.model.generate(ids, attention_mask=mask, max_new_tokens=tokens, **sampling, **options)
+        # A hook that stayed would keep the packed forward from being used.
+        hook = self.model.register_forward_pre_hook(self._count)
+        try:
+            output = self.model.generate(ids, attention_mask=mask, max_new_tokens=tokens, **sampling, **options)
+        finally:
+            hook.remove()
         ends = self.model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
         rows = []

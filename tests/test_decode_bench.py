@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from tests.smollm2_fixture import transformers
+from tests.smollm2_fixture import tiny, transformers
 from tests.test_demo import tiny_model
 from tests.test_trained_drafters import flashspec
 
 from bench import _decode_quality, decode  # isort: skip
-from bench._decode_methods import GENERATE, PLAIN, Method, Result  # isort: skip
-from specdec_kernels.decoding import EagleModel  # isort: skip
+from bench._decode_methods import GENERATE, PLAIN, Method, Result, make_methods  # isort: skip
+from specdec_kernels.decoding import EagleModel, PackedForward  # isort: skip
 
 
 @pytest.mark.model
@@ -56,6 +56,18 @@ def decode_pages(output):
     pages = draw(output)
     assert all(p.read_text().startswith("<?xml") for p in pages)
     return pages
+
+
+def test_counting_forwards_leaves_the_fast_path(tmp_path):
+    """A hook on the target that stayed would keep the packed forward from being used, and everything would be slow."""
+    model = tiny("llama")
+    methods = make_methods(model, ["lookup"], tmp_path, 3, 4)
+    ids = torch.tensor([[1, 2, 3]])
+    for method in (*methods, methods[1]):
+        assert method.run(ids, torch.ones_like(ids), 0.0, 4, 0).calls > 0
+    forward = methods[1].decoder.forward
+    forward.refresh()
+    assert isinstance(forward, PackedForward) and forward.fits
 
 
 def test_prediction_by_hand():

@@ -113,42 +113,53 @@ def eagle_logits(part, text, drafted=()):
 
 @pytest.mark.parametrize("taps", [(-1,), (0, 1, -1)])
 def test_eagle_tree_is_that_of_the_formula(taps):
-    """Every node's token is among the likeliest behind its path, and the tree keeps the best of all; over several steps, in which
-    the drafter's own entries gave way to the target's features."""
-    model = tiny("qwen3", scale=0.3)
+    """All candidates of three levels: behind each node that was gone on from its likeliest tokens, and gone on from those whose
+    paths are likeliest; over several steps, in which the drafter's own entries gave way to the target's features."""
+    model, k = tiny("qwen3"), 3
     part, seen = eagle(model, taps, KEPT), []
-    drafter = EagleDrafter(part, top_k=3)
+    drafter = EagleDrafter(part, top_k=k)
     propose = drafter.propose
 
     def watch(context):
         batch = propose(context)
-        seen.append(([list(t) for t in context.tokens], batch))
+        seen.append(([list(t) for t in context.tokens], list(context.budgets), batch))
         return batch
 
     drafter.propose = watch
     ids, mask = padded(prompts(2), "left")
-    decoder = SpeculativeDecoder(model, drafter, num_draft=3, max_nodes=6, adaptive=False)
-    decoder.generate(ids, mask, sampling(2), max_new_tokens=8, eos=[])
-    for texts, batch in seen[:4]:
+    decoder = SpeculativeDecoder(model, drafter, num_draft=3, max_nodes=40, adaptive=False)
+    decoder.generate(ids, mask, sampling(2), max_new_tokens=7, eos=[])
+    checked = 0
+    for texts, budgets, batch in seen:
         start = 0
-        for text, count in zip(texts, batch.counts, strict=True):
-            tokens = batch.tokens[start : start + count].tolist()
-            parents = batch.parents[start : start + count].tolist()
+        for text, budget, count in zip(texts, budgets, batch.counts, strict=True):
+            nodes = list(
+                zip(
+                    batch.parents[start : start + count].tolist(),
+                    batch.tokens[start : start + count].tolist(),
+                    strict=True,
+                )
+            )
             start += count
-            path, score = {0: []}, {0: 0.0}
-            for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
-                if parent < 0:
-                    continue
-                log_q = eagle_logits(part, text, path[parent]).double().log_softmax(-1)
-                column = KEPT.index(token)
-                assert (log_q > log_q[column] + 1e-4).sum() < 3
-                path[node], score[node] = [*path[parent], token], score[parent] + float(log_q[column])
-            # No kept node is worse than a child of a kept one that was left out.
-            worst = min(score.values())
-            kept = {tuple(p) for p in path.values()}
-            best = eagle_logits(part, text).double().log_softmax(-1).topk(3)
-            for value, column in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                assert (KEPT[column],) in kept or value <= worst + 1e-4
+            path, score, children = {0: []}, {0: 0.0}, {}
+            for node, (parent, token) in enumerate(nodes, 1):
+                if parent >= 0:
+                    path[node] = [*path[parent], token]
+                    children.setdefault(parent, []).append(node)
+            if not count:
+                continue
+            assert max(map(len, path.values())) == budget
+            for depth in range(budget):
+                level = [n for n in path if len(path[n]) == depth]
+                for parent in [n for n in level if n in children]:
+                    log_q = eagle_logits(part, text, path[parent]).double().log_softmax(-1)
+                    drafted = [float(log_q[KEPT.index(path[n][-1])]) for n in children[parent]]
+                    assert drafted == pytest.approx(log_q.topk(k).values.tolist(), abs=1e-4)
+                    score |= {n: score[parent] + q for n, q in zip(children[parent], drafted, strict=True)}
+                    checked += 1
+                gone_on = sorted((score[n] for n in level if n in children), reverse=True)
+                assert gone_on == pytest.approx(sorted((score[n] for n in level), reverse=True)[:k], abs=1e-4)
+    assert checked > 20
 
 
 @torch.inference_mode()
@@ -237,6 +248,17 @@ def test_flashspec_shares_the_target():
     drafter = FlashSpecDrafter(part)
     decoder = SpeculativeDecoder(model, drafter, packed=True)
     assert drafter.forward.stack._layers.layers[0] is decoder.forward.layers[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_rows_that_end_at_different_steps(seed):
+    """The parameters that q was sampled with follow the rows that are left, also where no row needs a new draft."""
+    model = tiny("llama", scale=0.3)
+    params = SamplingTensors.create(temperature=[0.7, 1.0, 1.3], seed=[seed, seed + 9, seed + 30], batch_size=3)
+    ids, mask = padded(prompts(3), "left")
+    decoder = SpeculativeDecoder(model, DraftModelDrafter(model, block_size=2), rule="token", adaptive=False)
+    result = decoder.generate(ids, mask, params, max_new_tokens=24, eos=list(range(0, 64, 5)))
+    assert len(set(result.lengths)) > 1 and result.stats.accepted > 0
 
 
 def test_verifying_blocks_of_a_draft_model():

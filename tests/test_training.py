@@ -16,6 +16,7 @@ from specdec_kernels.decoding import (  # isort: skip
     SpeculativeDecoder,
     load_drafter_part,
 )
+from specdec_kernels.decoding.draft_stack import StackForward  # isort: skip
 from specdec_kernels.training import features, texts, trainer  # isort: skip
 from specdec_kernels.training.cli import frequent_ids, main  # isort: skip
 from specdec_kernels.training.draft_model import DraftModelTraining  # isort: skip
@@ -123,6 +124,44 @@ def test_eagle_is_trained_as_it_drafts(prepared, taps, monkeypatch):
                 torch.testing.assert_close(logits[row], want, atol=3e-2, rtol=2e-2)
                 row += 1
         assert row == len(logits)
+
+
+def test_adapters_of_a_hybrid_see_everything():
+    """Behind a shared sliding-window layer the adapters are full attention, when trained as when drafting."""
+    model = tiny("gemma3")
+    part = flashspec(model)
+    forward = StackForward(part.stack)
+    x = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        cache = forward.new_cache(1, 32)
+        states = []
+        handle = part.stack.decoder.layers[0].register_forward_hook(
+            lambda m, a, o: states.append(o[0] if isinstance(o, tuple) else o)
+        )
+        whole = forward(x, [20], cache)
+        handle.remove()
+        upper = part.stack.upper(states[0].view(1, 20, 32), torch.arange(20)[None])[0]
+    torch.testing.assert_close(upper, whole, atol=1e-4, rtol=0)
+
+
+def test_texts_shorter_than_the_unrolled_steps(prepared, tmp_path):
+    model = prepared[0]
+    folder = features.compute(model, [texts.Text([1, 2], 1, "a"), texts.Text([3, 4, 5], 2, "a")], (1,), tmp_path)
+    out = EagleTraining(eagle(model, (1,)), steps=3)(batches(folder, (1,))[0])
+    assert torch.isfinite(out["loss"]) and "overlap_3" not in out
+
+
+def test_no_usable_texts_is_an_error(tmp_path, monkeypatch):
+    class Silent:
+        def __init__(self, *arguments):
+            pass
+
+        def batch(self, source, key):
+            return []
+
+    monkeypatch.setattr(texts, "_Writer", Silent)
+    with pytest.raises(ValueError, match="no usable text of source 'self' in 5 batches"):
+        texts.generate(None, None, tmp_path / "a.jsonl", 10)
 
 
 def test_flashspec_is_trained_as_it_drafts(prepared, monkeypatch):

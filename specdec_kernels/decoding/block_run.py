@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import NamedTuple
@@ -9,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import Nucleus, verify_chain
+from .. import Nucleus, SamplingTensors, verify_chain
 from .drafters.base import DraftBatch, DraftContext
-from .run import Run, draft_offsets
+from .run import Run, draft_offsets, select_params
 from .transfers import on_device
 
 
@@ -33,12 +34,15 @@ class BlockRun(Run):
     next step waits for a block that follows it.
 
     Exact under "token" and "coupled": a draft is judged once, by its own row, and drafts that were discarded have decided
-    nothing. The drafter runs in a thread of its own on the CPU and on a stream of its own on a GPU. Speculation is not paused.
+    nothing. (So a block that replaces a discarded one may be drawn with the same keys: nobody has looked at the first one's values,
+    which rule "block", judging by later drafts too, would.) The drafter runs in a thread of its own on the CPU and on a stream of its own on a GPU. Speculation is not paused.
     """
 
     def __iter__(self):
         self.ahead: list[list[Draft]] = [[] for _ in self.rows]
         self.carry: list[Tensor | None] = [None] * len(self.rows)
+        self.draft_params: SamplingTensors | None = None
+        self.draft_map: Tensor | None = None
         self.worker = _Worker(self.device)
         try:
             yield from super().__iter__()
@@ -51,7 +55,9 @@ class BlockRun(Run):
         blocks = [self._most(row, size) for row in range(len(self.rows))]
         missing = [max(n - len(have), 0) for n, have in zip(blocks, self.ahead, strict=True)]
         if any(missing):
-            self._take(self._draft(missing), missing)
+            with self.worker.beside():
+                drafted = self._draft(missing)
+            self._take(drafted, missing)
         drafts = [have[:n] for n, have in zip(blocks, self.ahead, strict=True)]
         more = [
             max(min(size, self._most(row, self.decoder.num_draft) - len(have)), 0)
@@ -86,7 +92,8 @@ class BlockRun(Run):
             len(row.tokens) - 1 if a < n else len(row.tokens) + len(have)
             for row, have, n, a in zip(self.rows, self.ahead, counts, accepted, strict=True)
         ]
-        self.drafter.rewind(lengths, ahead=self.decoder.num_draft + 1)
+        with self.worker.beside():
+            self.drafter.rewind(lengths, ahead=self.decoder.num_draft + 1)
         emitted = self._finish(emitted)
         stats.clock(t0, t1, t2, t3, perf_counter())
         return emitted
@@ -107,7 +114,7 @@ class BlockRun(Run):
         if batch is None or batch.counts != counts:
             got = None if batch is None else batch.counts
             raise ValueError(f"SpeculativeDecoder: a drafter with a block_size must propose {counts} drafts, got {got}")
-        self._draft_params, self._draft_map = batch.params, batch.target_to_draft
+        self.draft_params, self.draft_map = batch.params, batch.target_to_draft
         tokens, place = batch.tokens.tolist(), 0
         rows = range(len(tokens)) if batch.rows is None else batch.rows.tolist()
         for have, count in zip(self.ahead, counts, strict=True):
@@ -141,7 +148,7 @@ class BlockRun(Run):
             nuclei = [torch.stack(part) for part in zip(*(d.nucleus for d in flat), strict=True)]
             given = {
                 "draft_logits": torch.stack([d.logits for d in flat]), "draft_nucleus": Nucleus(*nuclei),
-                "draft_params": self._draft_params, "target_to_draft": self._draft_map,
+                "draft_params": self.draft_params, "target_to_draft": self.draft_map,
             }  # fmt: skip
         tokens = on_device([d.token for d in flat], torch.int32, self.device)
         out = verify_chain(
@@ -162,7 +169,10 @@ class BlockRun(Run):
     def _finish(self, emitted: list[list[int]]) -> list[list[int]]:
         keep = self._running()
         self.ahead, self.carry = [self.ahead[i] for i in keep], [self.carry[i] for i in keep]
-        return super()._finish(emitted)
+        if self.draft_params is not None and 0 < len(keep) < len(self.rows):
+            self.draft_params = select_params(self.draft_params, torch.tensor(keep, device=self.device))
+        with self.worker.beside():
+            return super()._finish(emitted)
 
 
 class _Worker:
@@ -177,6 +187,18 @@ class _Worker:
         if self.stream is None:
             return self.pool.submit(torch.inference_mode()(work))
         return _OnStream(self.stream, work)
+
+    @contextlib.contextmanager
+    def beside(self):
+        """For what the drafter does while the target waits: on the same stream as the rest, whose memory its cache is."""
+        if self.stream is None:
+            yield
+            return
+        main = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            yield
+        main.wait_stream(self.stream)
 
     def close(self) -> None:
         if self.pool is not None:

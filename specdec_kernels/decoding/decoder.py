@@ -131,6 +131,11 @@ class SpeculativeDecoder:
             raise ValueError("SpeculativeDecoder: forward must be of the same target, got that of another model")
         self.forward = forward
         if drafter is not None and drafter.block_size is not None:
+            if trees or drafter.taps:
+                got = "trees" if trees else "taps"
+                raise ValueError(
+                    f"SpeculativeDecoder: a drafter with a block_size must have neither trees nor taps, got {got}"
+                )
             if rule == "block":
                 raise ValueError(
                     "SpeculativeDecoder: rule must be token or coupled for drafts verified block by block, got 'block'"

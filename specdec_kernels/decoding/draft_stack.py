@@ -88,6 +88,8 @@ class DraftStack(nn.Module):
         part.layers = nn.ModuleList(self.decoder.layers[self.shared :])
         part.config = copy.copy(self.config)
         part.config.num_hidden_layers = len(part.layers)
+        if getattr(self.config, "layer_types", None):
+            part.config.layer_types = self.config.layer_types[self.shared :]
         return part(inputs_embeds=x, position_ids=positions, use_cache=False).last_hidden_state
 
     def forward(self, x: Tensor, mask: Tensor | dict | None, positions: Tensor, cache=None) -> Tensor:

@@ -16,6 +16,8 @@ from .stats import SpecDecodeStats
 from .transfers import on_device
 from .tree_step import TreeStep
 
+_NOTICED = 0.02  # share of a step from which a proposal's time counts
+
 
 @dataclass
 class Row:
@@ -85,6 +87,12 @@ class Run:
         # Everything that comes from the host goes ahead of the forward: a copy behind it would wait for it.
         place, feed = (draft_offsets(counts, self.device), position), self._feed(drafts, longest)
         tree = TreeStep(drafts, longest) if drafts is not None and drafts.parents is not None else None
+        if tree is not None:
+            for b, (row, depth) in enumerate(zip(self.rows, tree.depths, strict=True)):
+                if depth > min(self.decoder.num_draft, row.limit - len(row.tokens) - 1):
+                    raise ValueError(
+                        f"SpeculativeDecoder: drafter's tree of request {b} must be no deeper than its budget, got {depth}"
+                    )
         output = self.forward(
             feed, [n + 1 for n in counts], self.cache, tree=tree and tree.shape, taps=self.taps
         )  # fmt: skip
@@ -235,7 +243,7 @@ class Run:
             self.rows = [self.rows[i] for i in keep]
             if keep:
                 self.cache.select_rows(keep)
-                self.params = _select_params(self.params, torch.tensor(keep, device=self.device))
+                self.params = select_params(self.params, torch.tensor(keep, device=self.device))
                 if self.drafter is not None:
                     self.drafter.select_rows(keep)
         return emitted
@@ -247,9 +255,12 @@ class Run:
             if self.decoder.length is not None:
                 self.decoder.length.record(counts, accepted)
             self.watch.record(sum(accepted) / batch, costs.relative(batch, longest))
+        elif draft_seconds > _NOTICED * target_seconds:
+            # A drafter that worked and proposed nothing costs as well; a lookup's glance does not count.
+            self.watch.record(0.0, 1.0 + draft_seconds / target_seconds)
 
 
-def _select_params(params: SamplingTensors, rows: Tensor) -> SamplingTensors:
+def select_params(params: SamplingTensors, rows: Tensor) -> SamplingTensors:
     """Parameters of the requests `rows`, through `slots`: nothing is copied."""
     return replace(params, slots=rows if params.slots is None else params.slots.index_select(0, rows))
 

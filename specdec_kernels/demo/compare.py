@@ -92,7 +92,6 @@ class Comparison:
             self._runs[name] = lambda *a, decoder=decoder: self._decode(decoder, *a)
         self.methods = tuple(self._runs)
         self._calls = 0
-        model.register_forward_pre_hook(self._count)
 
     def _count(self, _module, _args) -> None:
         self._calls += 1
@@ -123,9 +122,14 @@ class Comparison:
 
     def _generate(self, prompt, mode, tokens, seed, **kwargs):
         torch.manual_seed(seed)
-        output = self.model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, **mode.transformers(), **kwargs
-        )
+        # A hook that stayed would keep the packed forward from being used.
+        hook = self.model.register_forward_pre_hook(self._count)
+        try:
+            output = self.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, **mode.transformers(), **kwargs
+            )
+        finally:
+            hook.remove()
         return output.shape[1] - prompt.shape[1], None
 
     def _decode(self, decoder, prompt, mode, tokens, seed):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .features import FeatureBatch
 from .losses import overlap, soft_targets
+from .module import COPIED
 
 
 def small_config(target, *, layers: int, hidden_size: int):
@@ -46,6 +47,11 @@ class DraftModelTraining(nn.Module):
             weight = target.get_input_embeddings().weight.detach().float()
             _, vectors = torch.linalg.eigh(weight.T @ weight)
             self.model.get_input_embeddings().weight.copy_(weight @ vectors[:, -hidden_size:])
+
+    def rates(self) -> list[tuple[list[nn.Parameter], float]]:
+        """The embedding, which starts as the target's, goes slower."""
+        slow = [self.model.get_input_embeddings().weight]
+        return [([p for p in self.model.parameters() if p is not slow[0]], 1.0), (slow, COPIED)]
 
     def state_dict(self, *args, **kwargs):
         # The LM head is the embedding: a file of both would not be accepted.

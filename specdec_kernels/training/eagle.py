@@ -31,17 +31,17 @@ class EagleTraining(PartTraining):
         features = part.fuse(batch.states[:, :-1])
         positions = entry.expand(B, n)
         back = entry[:, None] - entry  # of a query (row) to a key's entry (column)
-        cache, out, total = DynamicCache(), {}, 0.0
+        cache, out, total = DynamicCache(), {}, features.sum() * 0.0
         for step in range(self.steps):
             # Of the first step's keys a query sees those that the target has given, of each later one the entry on its path.
             seen = torch.cat([back >= step, *(back == step - j for j in range(1, step + 1))], 1)
             mask = torch.zeros(seen.shape, device=device, dtype=features.dtype).masked_fill_(
                 ~seen, torch.finfo(features.dtype).min
             )
-            # A query before its path's first entry sees nothing: it may see itself, and is not counted.
-            mask[:step, -n:][seen[:step].sum(1) == 0] = 0.0
             states = part.stack(part.join(embeddings, features), mask.expand(B, 1, -1, -1), positions, cache)
             chosen = wanted & (entry >= step)
+            if not bool(chosen.any()):  # texts shorter than the unrolled steps
+                break
             hidden = part.stack.norm(states)[chosen]
             target = soft_targets(batch.last[:, 1:][chosen], part.head)
             logits = part.logits(hidden)

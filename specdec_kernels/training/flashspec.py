@@ -15,6 +15,8 @@ class FlashSpecTraining(PartTraining):
     """CE(p, q) + tv (1 - sum min(p, q)): p the target's distribution over the ids that can be drafted, q the drafter's. The states
     that the adapters read when they draft are those of the text alone, so one pass trains every draft position."""
 
+    copied = ("stack.",)
+
     def __init__(self, part: FlashSpecModel, *, tv: float = 1.0):
         super().__init__(part)
         self.tv = tv

@@ -31,6 +31,7 @@ MIX = {"self": 0.55, "code": 0.2, "docs": 0.15, "source": 0.1}
 _BATCH = 64
 _QUESTION, _ANSWER = 64, 160  # most new tokens
 _PROMPT = 256  # most tokens of a prompt
+_ATTEMPTS = 5
 _MARK = "\N{REFERENCE MARK}"
 _CODE_TASKS = (
     "Explain what this Python function does.",
@@ -136,7 +137,15 @@ def generate(
         while sum(made.values()) < tokens:
             # The source that is furthest behind its share; its seed says how far it has come.
             source = min(mix, key=lambda s: made[s] / mix[s] if mix[s] > 0 else float("inf"))
-            texts = writer.batch(source, made[source])
+            for attempt in range(_ATTEMPTS):
+                texts = writer.batch(source, f"{made[source]} {attempt}" if attempt else made[source])
+                if texts:
+                    break
+            else:
+                raise ValueError(
+                    f"train texts: the target gave no usable text of source {source!r} in {_ATTEMPTS} batches: it ends no turn, or "
+                    f"every prompt has more than {_PROMPT} tokens; leave the source out of the mix"
+                )
             write(path, texts)
             new = sum(len(t.tokens) - t.start for t in texts)
             made[source] += new
@@ -168,7 +177,7 @@ class _Writer:
         self.functions: list[str] = []
         self.passages: list[str] = []
 
-    def batch(self, source: str, key: int) -> list[Text]:
+    def batch(self, source: str, key: int | str) -> list[Text]:
         """A batch of texts that depends on the seed, the source and `key` alone."""
         rng = random.Random(f"{self.seed} {source} {key}")
         if source == "self":

@@ -18,8 +18,8 @@ _log = logging.getLogger(__name__)
 class PartTrainer(transformers.Trainer):
     """Trains `model.part`, of which alone checkpoints hold the weights.
 
-    model: a module that takes a `FeatureBatch` and returns {"loss": .., further figures to log}, with `part` a `DraftPart` and
-    optionally `rates()`, a list of (parameters, factor of the learning rate).
+    model: a module that takes a `FeatureBatch` and returns {"loss": .., further figures to log}, with `rates()`: a list of
+    (parameters, factor of the learning rate).
     """
 
     def __init__(self, model: nn.Module, batches: FeatureBatches, args: transformers.TrainingArguments):
@@ -28,9 +28,7 @@ class PartTrainer(transformers.Trainer):
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            rates = getattr(self.model, "rates", None)
-            groups = rates() if rates else [([p for p in self.model.parameters() if p.requires_grad], 1.0)]
-            lr, decay = self.args.learning_rate, self.args.weight_decay
+            groups, lr, decay = self.model.rates(), self.args.learning_rate, self.args.weight_decay
             self.optimizer = torch.optim.AdamW(
                 [
                     {"params": [p for p in ps if (p.dim() > 1) == matrices], "lr": lr * f, "weight_decay": decay * matrices}
@@ -78,7 +76,7 @@ def train(
         output_dir=str(folder), num_train_epochs=epochs, learning_rate=learning_rate, per_device_train_batch_size=1,
         lr_scheduler_type="cosine", warmup_steps=round(0.05 * epochs * len(batches)), weight_decay=0.01, max_grad_norm=1.0, seed=seed, data_seed=seed,
         save_strategy="steps", save_steps=save_steps, save_total_limit=2, logging_steps=50, report_to=[],
-        remove_unused_columns=False, disable_tqdm=not progress, use_cpu=not torch.cuda.is_available(),
+        remove_unused_columns=False, disable_tqdm=not progress, use_cpu=next(model.parameters()).device.type == "cpu",
         dataloader_pin_memory=False,
     )  # fmt: skip
     model.train()

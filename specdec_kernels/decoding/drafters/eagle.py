@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import SamplingTensors, build_tree
+from ...build_tree import MAX_CANDIDATES
 from ..cache import RowCache, check_cache
 from ..draft_stack import DraftStack, StackForward
 from ..masks import TreeShape
@@ -80,6 +81,10 @@ class EagleDrafter(ChainDrafter):
     ):
         if not isinstance(top_k, int) or not 1 <= top_k <= 32:
             raise ValueError(f"EagleDrafter: top_k must be an int in 1..32, got {top_k!r}")
+        if tree and top_k > len(model.head):
+            raise ValueError(
+                f"EagleDrafter: top_k must be at most the {len(model.head)} ids that can be drafted, got {top_k}"
+            )
         self.model, self.top_k = model, top_k
         self.trees = self.deterministic = tree
         self.taps = model.taps
@@ -160,6 +165,12 @@ class EagleDrafter(ChainDrafter):
 
     def _propose_tree(self, context: DraftContext) -> DraftBatch:
         budgets, k = context.budgets, self.top_k
+        candidates = k + k * k * (max(budgets) - 1)
+        if candidates > MAX_CANDIDATES:
+            raise ValueError(
+                f"EagleDrafter: top_k {k} with num_draft {max(budgets)} makes {candidates} candidates, at most {MAX_CANDIDATES} "
+                "can be ranked"
+            )
         batch, device = len(budgets), self.forward.device
         budget = torch.tensor(budgets, device=device)[:, None]
         states = self._last(context)
