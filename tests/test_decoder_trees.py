@@ -252,6 +252,15 @@ def test_errors_of_trees():
 
     with pytest.raises(ValueError, match=r"drafter's counts\[0\] must be in \[0, 8\], got 9"):
         SpeculativeDecoder(model, Wrong([]), max_nodes=8).generate(ids, params=params)
+
+    class Deep(Forest):
+        def propose(self, context):
+            return DraftBatch(torch.zeros(4, dtype=torch.int32), [4], parents=torch.arange(4))
+
+    with pytest.raises(ValueError, match="tree of request 0 must be no deeper than its budget, got 4"):
+        SpeculativeDecoder(model, Deep([]), num_draft=3).generate(ids, params=params)
+    with pytest.raises(ValueError, match="tree of request 0 must be no deeper than its budget, got 4"):
+        SpeculativeDecoder(model, Deep([])).generate(ids, params=params, max_new_tokens=5)
     lying = Wrong([])
     lying.trees = False
     with pytest.raises(ValueError, match="drafter must propose chains"):

@@ -350,6 +350,13 @@ def test_files_that_do_not_fit(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=message):
             load_drafter_part(tmp_path, model)
+    for key in ("target", "options", "sha256"):
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != key}))
+        with pytest.raises(ValueError, match=f"config.json must have '{key}', got None"):
+            load_drafter_part(tmp_path, model)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"options": {"depth": 3}}))
+    with pytest.raises(ValueError, match=r"options of config.json do not fit: .*depth"):
+        load_drafter_part(tmp_path, model)
     (tmp_path / "config.json").write_text(json.dumps(config)[:50])
     with pytest.raises(ValueError, match=r"config.json is no JSON"):
         load_drafter_part(tmp_path, model)
@@ -358,9 +365,37 @@ def test_files_that_do_not_fit(tmp_path):
         load_drafter_part(tmp_path, model)
 
 
+def test_tokenizers_are_compared(tmp_path):
+    class Tokenizer:
+        def __init__(self, *words):
+            self.words = words
+
+        def get_vocab(self):
+            return {word: i for i, word in enumerate(self.words)}
+
+    model = tiny("llama")
+    eagle(model).save(tmp_path, tokenizer=Tokenizer("a", "b"))
+    load_drafter_part(tmp_path, model)
+    load_drafter_part(tmp_path, model, Tokenizer("a", "b"))
+    with pytest.raises(ValueError, match=r"made for a tokenizer with vocabulary .*, got "):
+        load_drafter_part(tmp_path, model, Tokenizer("b", "a"))
+
+
 def test_errors_name_the_argument():
     model, other = tiny("llama"), tiny("llama", seed=5)
+    deep = SpeculativeDecoder(model, EagleDrafter(eagle(model), top_k=32), adaptive=False)
+    blocks_of_trees = EagleDrafter(eagle(model))
+    blocks_of_trees.block_size = 2
     for call, message in (
+        (
+            lambda: EagleDrafter(eagle(model, draft_ids=[4, 9]), top_k=3),
+            "top_k must be at most the 2 ids that can be drafted",
+        ),
+        (lambda: deep.generate(torch.tensor([[1, 2]]), max_new_tokens=9), "makes 4128 candidates, at most 4096"),
+        (
+            lambda: SpeculativeDecoder(model, blocks_of_trees),
+            "a block_size must have neither trees nor taps, got trees",
+        ),
         (lambda: EagleDrafter(eagle(model), top_k=0), "top_k must be an int in 1..32, got 0"),
         (lambda: SpeculativeDecoder(other, EagleDrafter(eagle(model))), "EagleDrafter: target must be the model's own"),
         (lambda: SpeculativeDecoder(other, FlashSpecDrafter(flashspec(model))), "FlashSpecDrafter: target must be"),

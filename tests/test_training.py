@@ -362,6 +362,11 @@ def test_command(kind, tmp_path, capsys):
     assert config["about"]["command"].startswith(f"python -m specdec_kernels train {kind} --target")
     part = load_drafter_part(tmp_path / "out", model)
     assert part.kind == kind
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert main(arguments) == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    with pytest.raises(ValueError, match="has checkpoints of another run: seed was 0, is 1"):
+        main([*arguments, "--seed", "1"])
 
 
 def empty_tokenizer():

@@ -140,6 +140,6 @@ def main(argv: list[str]) -> int:
         return 0
     from .run import train_drafter
 
-    report = train_drafter(options, target, texts, " ".join(["python -m specdec_kernels train", *argv]))
+    report = train_drafter(options, target, tokenizer, texts, " ".join(["python -m specdec_kernels train", *argv]))
     print(json.dumps(report, indent=1))
     return 0

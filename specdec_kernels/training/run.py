@@ -24,6 +24,13 @@ from .flashspec import FlashSpecTraining
 from .texts import Text
 from .trainer import train
 
+#: Options that a run's checkpoints depend on.
+_SHAPING = {
+    "kind", "target", "seed", "epochs", "learning_rate", "tokens_per_step", "held_out", "whole", "draft_vocab",
+    "intermediate_size", "taps", "steps", "shared", "adapters", "layers", "hidden_size", "block_size", "markov_rank",
+    "mask_token",
+}  # fmt: skip
+
 
 def build(options, target, draft_ids: list[int] | None) -> tuple[nn.Module, tuple[int, ...]]:
     """The module to train and the taps that it reads."""
@@ -50,7 +57,7 @@ def build(options, target, draft_ids: list[int] | None) -> tuple[nn.Module, tupl
     return FlashSpecTraining(part), part.taps
 
 
-def train_drafter(options, target, texts: list[Text], command: str) -> dict:
+def train_drafter(options, target, tokenizer, texts: list[Text], command: str) -> dict:
     """Trains what the command line asks for and writes it to `options.out`; figures of the texts that were held out."""
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
@@ -68,6 +75,9 @@ def train_drafter(options, target, texts: list[Text], command: str) -> dict:
         whole=options.whole,
         **common,
     )
+    _same_run(
+        out, {name: str(value) for name, value in sorted(vars(options).items()) if name in _SHAPING}, _digest(texts)
+    )
     begin = perf_counter()
     train(
         model, batches, out, epochs=options.epochs, learning_rate=options.learning_rate, seed=options.seed,
@@ -84,10 +94,24 @@ def train_drafter(options, target, texts: list[Text], command: str) -> dict:
         model.model.save_pretrained(out)
         (out / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     else:
-        model.part.save(out, dtype=options.dtype, about=about)
+        model.part.save(out, dtype=options.dtype, about=about, tokenizer=tokenizer)
         if options.kind == "dspark" and options.public:
             model.part.model.save(options.public)
     return report | {"seconds": round(seconds, 1), "bytes": (out / "model.safetensors").stat().st_size}
+
+
+def _same_run(out: Path, options: dict[str, str], digest: str) -> None:
+    """Notes what is being trained; ValueError where the folder has the checkpoints of something else."""
+    path, now = out / "run.json", options | {"texts": digest}
+    if path.exists() and any((out / "checkpoints").glob("checkpoint-*")):
+        kept = json.loads(path.read_text())
+        for name in sorted(set(kept) | set(now)):
+            if kept.get(name) != now.get(name):
+                raise ValueError(
+                    f"{out}: has checkpoints of another run: {name} was {kept.get(name)}, is {now.get(name)}; name another folder or "
+                    "remove its checkpoints"
+                )
+    path.write_text(json.dumps(now, indent=1) + "\n")
 
 
 @torch.inference_mode()

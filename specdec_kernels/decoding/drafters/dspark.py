@@ -17,6 +17,7 @@ from ..dspark_model import DSparkModel
 from ..transfers import on_device
 from .base import DraftBatch, DraftContext, Drafter, StepOutcome
 from .chains import chain_rows, gather_chains
+from .dspark_part import DSparkPart
 
 SCHEDULES = ("threshold", "budget", "throughput")
 
@@ -35,7 +36,7 @@ class DSparkDrafter(Drafter):
     the last one that any request verifies are not sampled at all.
 
     Args:
-        model: the drafter's network, made for or loaded with the target.
+        model: the drafter's network, made for or loaded with the target; or the part that has it.
         schedule: None verifies all; "threshold": the drafts that survive with c_1 · .. · c_k >= `threshold`; "budget": the
             `verify_budget` likeliest to survive of all requests' together; "throughput": those that raise the expected tokens per
             second at the decoder's measured costs (`DraftContext.relative_cost`; all where they are not known, so never with
@@ -51,9 +52,11 @@ class DSparkDrafter(Drafter):
     """
 
     def __init__(
-        self, model: DSparkModel, *, schedule: str | None = None, threshold: float = 0.3, verify_budget: int | None = None,
+        self, model: DSparkModel | DSparkPart, *, schedule: str | None = None, threshold: float = 0.3, verify_budget: int | None = None,
         packed: bool | str = "auto", cache: str = "ragged", page_size: int = 16,
     ):  # fmt: skip
+        if isinstance(model, DSparkPart):
+            model = model.model
         if not isinstance(model, DSparkModel):
             raise ValueError(f"DSparkDrafter: model must be a DSparkModel, got {type(model).__name__}")
         if schedule is not None and schedule not in SCHEDULES:

@@ -97,9 +97,12 @@ class DraftPart(nn.Module):
 
     # files
 
-    def save(self, folder: Path | str, *, dtype: str = "float32", about: dict | None = None) -> None:
+    def save(
+        self, folder: Path | str, *, dtype: str = "float32", about: dict | None = None, tokenizer=None
+    ) -> None:  # fmt: skip
         """Writes the part; `dtype`: "float32", "float16", or "int8" (matrices by rows, each with its largest magnitude as 127, the
-        rest in float16). `about`: anything else worth keeping, say how it was trained."""
+        rest in float16). `about`: anything else worth keeping, say how it was trained. `tokenizer`: the target's, whose vocabulary
+        `load` can then compare."""
         from safetensors.torch import save_file
 
         if dtype not in ("float32", "float16", "int8"):
@@ -123,6 +126,8 @@ class DraftPart(nn.Module):
             "format": _FORMAT, "drafter": self.kind, "options": self.options, "target": _facts(self.target),
             "sha256": _sha256(work), "about": about or {},
         }  # fmt: skip
+        if tokenizer is not None:
+            config["target"]["tokenizer"] = _vocabulary(tokenizer)
         if self.draft_ids is not None:
             config["draft_vocab_size"] = len(self.draft_ids)
         # The checksum is in the config: what an interruption leaves is not taken for a whole.
@@ -132,12 +137,14 @@ class DraftPart(nn.Module):
         os.replace(part, folder / "config.json")
 
     @staticmethod
-    def load(folder: Path | str, target) -> DraftPart:
-        """The part of `folder` for this target, of the class that its config names.
+    def load(folder: Path | str, target, tokenizer=None) -> DraftPart:
+        """The part of `folder` for this target, of the class that its config names. With `tokenizer`, the target's, its vocabulary
+        must be that of the tokenizer which the part was saved with. A target with other weights of the same shape is not refused:
+        the text has its law all the same, only fewer drafts are accepted.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: the part was made for another kind of target, or the files are not whole.
+            ValueError: the part was made for another kind of target or tokenizer, or the files are not whole.
         """
         folder = Path(folder)
         try:
@@ -152,15 +159,26 @@ class DraftPart(nn.Module):
             kinds = ", ".join(DraftPart.parts)
             got = config.get("drafter") if isinstance(config, dict) else type(config).__name__
             raise ValueError(f"{folder}: config.json must be of a drafter ({kinds}) in format {_FORMAT}, got {got!r}")
+        for name, kind in (("target", dict), ("options", dict), ("sha256", str)):
+            if not isinstance(config.get(name), kind):
+                raise ValueError(f"{folder}: config.json must have {name!r}, got {config.get(name)!r}")
         facts = _facts(target)
         for name in ("model_type", *_TARGET):
             if config["target"].get(name) != facts[name]:
                 raise ValueError(
                     f"{folder}: the drafter was made for a target with {name} {config['target'].get(name)}, got {facts[name]}"
                 )
+        saved = config["target"].get("tokenizer")
+        if tokenizer is not None and saved is not None and saved != _vocabulary(tokenizer):
+            raise ValueError(
+                f"{folder}: the drafter was made for a tokenizer with vocabulary {saved}, got {_vocabulary(tokenizer)}"
+            )
         stored = _read(folder, config["sha256"])
         ids = stored.pop("draft_ids", None)
-        part = DraftPart.parts[config["drafter"]](target, draft_ids=ids, **config["options"])
+        try:
+            part = DraftPart.parts[config["drafter"]](target, draft_ids=ids, **config["options"])
+        except TypeError as error:
+            raise ValueError(f"{folder}: options of config.json do not fit: {error}") from None
         own = part.tensors()
         own.pop("draft_ids", None)
         wrong = [f"{n} {list(t.shape)}" for n, t in own.items() if n not in stored or stored[n].shape != t.shape]
@@ -173,6 +191,11 @@ class DraftPart(nn.Module):
             for name, tensor in own.items():
                 tensor.copy_(stored[name])
         return part.eval()
+
+
+def _vocabulary(tokenizer) -> str:
+    """SHA-256 of the tokens and their ids."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def _facts(target) -> dict:
