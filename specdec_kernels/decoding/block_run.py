@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import Nucleus, SamplingTensors, verify_chain
 from .drafters.base import DraftBatch, DraftContext
 from .run import Run, draft_offsets, select_params
-from .transfers import on_device
+from .transfers import on_device, padded_on_device
 
 
 class Draft(NamedTuple):
@@ -130,8 +130,7 @@ class BlockRun(Run):
             ([] if carry is not None else row.tokens[-1:]) + [d.token for d in have]
             for row, carry, have in zip(self.rows, self.carry, drafts, strict=True)
         ]
-        width = max(map(len, rows))
-        feed = torch.tensor([r + [0] * (width - len(r)) for r in rows], dtype=torch.int64, device=self.device)
+        feed = padded_on_device(rows, self.device)
         return feed, [len(r) for r in rows]
 
     def _verify_blocks(
@@ -170,7 +169,7 @@ class BlockRun(Run):
         keep = self._running()
         self.ahead, self.carry = [self.ahead[i] for i in keep], [self.carry[i] for i in keep]
         if self.draft_params is not None and 0 < len(keep) < len(self.rows):
-            self.draft_params = select_params(self.draft_params, torch.tensor(keep, device=self.device))
+            self.draft_params = select_params(self.draft_params, on_device(keep, torch.int64, self.device))
         with self.worker.beside():
             return super()._finish(emitted)
 

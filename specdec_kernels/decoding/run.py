@@ -13,7 +13,7 @@ from .. import SamplingTensors, verify_chain
 from .drafters.base import DraftBatch, DraftContext, StepOutcome
 from .policy import AcceptanceWatch
 from .stats import SpecDecodeStats
-from .transfers import on_device
+from .transfers import on_device, padded_on_device
 from .tree_step import TreeStep
 
 _NOTICED = 0.02  # share of a step from which a proposal's time counts
@@ -64,8 +64,7 @@ class Run:
     def _prefill(self) -> list[list[int]]:
         """Feeds the prompts and samples each row's first token."""
         counts = [len(row.tokens) for row in self.rows]
-        width = max(counts)
-        feed = torch.tensor([r.tokens + [0] * (width - len(r.tokens)) for r in self.rows], device=self.device)
+        feed = padded_on_device([row.tokens for row in self.rows], self.device)
         none = [0] * len(self.rows)
         place = draft_offsets(none, self.device), self._position()
         output = self.forward(feed, counts, self.cache, last_only=True, taps=self.taps)
@@ -155,11 +154,11 @@ class Run:
         return drafts
 
     def _position(self) -> Tensor:
-        return torch.tensor([len(row.tokens) for row in self.rows], dtype=torch.int64, device=self.device)
+        return on_device([len(row.tokens) for row in self.rows], torch.int64, self.device)
 
     def _feed(self, drafts: DraftBatch | None, longest: int) -> Tensor:
         """Each row's pending token and its drafts, int64 [B, longest + 1], padded with 0."""
-        pending = torch.tensor([[row.tokens[-1]] for row in self.rows], dtype=torch.int64, device=self.device)
+        pending = padded_on_device([row.tokens[-1:] for row in self.rows], self.device)
         if drafts is None:
             return pending
         # A node that is not there has no token.
@@ -168,7 +167,7 @@ class Run:
             return torch.cat([pending, tokens.view(-1, longest)], 1)
         feed = torch.nn.functional.pad(pending, (0, longest))
         index = [b * (longest + 1) + 1 + i for b, n in enumerate(drafts.counts) for i in range(n)]
-        feed.view(-1)[torch.tensor(index, device=self.device)] = tokens
+        feed.view(-1)[on_device(index, torch.int64, self.device)] = tokens
         return feed
 
     def _verify(
@@ -243,7 +242,7 @@ class Run:
             self.rows = [self.rows[i] for i in keep]
             if keep:
                 self.cache.select_rows(keep)
-                self.params = select_params(self.params, torch.tensor(keep, device=self.device))
+                self.params = select_params(self.params, on_device(keep, torch.int64, self.device))
                 if self.drafter is not None:
                     self.drafter.select_rows(keep)
         return emitted
@@ -269,4 +268,4 @@ def draft_offsets(counts: list[int], device: torch.device) -> Tensor:
     offsets = [0]
     for n in counts:
         offsets.append(offsets[-1] + n)
-    return torch.tensor(offsets, dtype=torch.int32, device=device)
+    return on_device(offsets, torch.int32, device)

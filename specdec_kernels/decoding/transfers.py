@@ -15,3 +15,12 @@ def on_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -
     if device.type == "cuda":
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
     return torch.tensor(values, dtype=dtype, device=device)
+
+
+def padded_on_device(
+    rows: Sequence[Sequence[int]], device: torch.device, *, fill: int = 0, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Rows of different lengths as one tensor [B, longest], the same way."""
+    width = max(map(len, rows))
+    flat = [value for row in rows for value in (*row, *[fill] * (width - len(row)))]
+    return on_device(flat, dtype, device).view(len(rows), width)

@@ -10,7 +10,7 @@ from ..eager._masks import ancestors
 from .cache import RowCache
 from .drafters.base import DraftBatch
 from .masks import TreeShape
-from .transfers import on_device
+from .transfers import on_device, padded_on_device
 
 
 class TreeStep:
@@ -82,6 +82,4 @@ class TreeStep:
         """Moves the accepted nodes' cache entries behind the root's, before the cache is advanced."""
         if all(path == list(range(1, len(path) + 1)) for path in paths):
             return
-        width = max(map(len, paths))
-        padded = [path + [-1] * (width - len(path)) for path in paths]
-        cache.compact(torch.tensor(padded, dtype=torch.int32).to(self.device))
+        cache.compact(padded_on_device(paths, self.device, fill=-1, dtype=torch.int32))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ... import SamplingTensors
 from ..cache import RowCache, check_cache
 from ..forward import ModelForward
 from ..packed import PackedForward
+from ..transfers import padded_on_device
 from .base import DraftContext, StepOutcome
 from .chain import ChainDrafter
 
@@ -129,8 +129,7 @@ class DraftModelDrafter(ChainDrafter):
         return self._forward(self._padded(missing), [len(m) for m in missing])
 
     def _padded(self, rows: list[list[int]]) -> Tensor:
-        width = max(map(len, rows))
-        return torch.tensor([r + [0] * (width - len(r)) for r in rows], dtype=torch.int64, device=self.forward.device)
+        return padded_on_device(rows, self.forward.device)
 
     def _forward(self, feed: Tensor, counts: list[int]) -> Tensor:
         logits = self.forward(feed.clamp(max=self._last_id), counts, self._cache, last_only=True).logits

@@ -13,6 +13,7 @@ from ...build_tree import MAX_CANDIDATES
 from ..cache import RowCache, check_cache
 from ..draft_stack import DraftStack, StackForward
 from ..masks import TreeShape
+from ..transfers import on_device, padded_on_device
 from .base import DraftBatch, DraftContext, StepOutcome
 from .chain import ChainDrafter
 from .part import DraftPart
@@ -147,11 +148,12 @@ class EagleDrafter(ChainDrafter):
     def _last(self, context: DraftContext) -> Tensor:
         """Reads the pairs that the target has given since the last time; states [B, H] of each row's last one."""
         counts = [len(f) for f in self._features]
-        width, device = max(counts), self.forward.device
-        rows = [t[len(t) - n :] + [0] * (width - n) for t, n in zip(context.tokens, counts, strict=True)]
-        embeddings = self.model.embed(torch.tensor(rows, dtype=torch.int64, device=device))
+        tokens = padded_on_device(
+            [t[len(t) - n :] for t, n in zip(context.tokens, counts, strict=True)], self.forward.device
+        )
+        embeddings = self.model.embed(tokens)
         features = nn.utils.rnn.pad_sequence(self._features, batch_first=True)
-        states = self._read(embeddings, features, counts).view(len(rows), width, -1)
+        states = self._read(embeddings, features, counts).view(*tokens.shape, -1)
         self._features = [f[:0] for f in self._features]
         return torch.stack([states[b, n - 1] for b, n in enumerate(counts)])
 
@@ -172,7 +174,7 @@ class EagleDrafter(ChainDrafter):
                 "can be ranked"
             )
         batch, device = len(budgets), self.forward.device
-        budget = torch.tensor(budgets, device=device)[:, None]
+        budget = on_device(budgets, torch.int64, device)[:, None]
         states = self._last(context)
         log_q, tokens = self._likeliest(self._logits(states), 1)
         scores = log_q
