@@ -99,6 +99,6 @@ def test_two_sample_sees_another_law():
     plain, same, other = method("plain", 0.8), method("same", 0.8), method("other", 1.6)
     prompt = torch.zeros(1, 3, dtype=torch.int64)
     out = _decode_quality.two_sample(Model(), [same, other], plain, prompt, rows=200, tokens=6, seed=1)
-    assert out["same"]["ks_p"] > 1e-3 and out["same"]["tokens_p"] > 1e-3
-    assert out["other"]["ks_p"] < 1e-6 and out["other"]["tokens_p"] < 1e-6
+    assert out["same"]["ks_p"] > 1e-3 and out["same"]["tokens_p"] > 0.01
+    assert out["other"]["ks_p"] < 1e-6 and out["other"]["tokens_p"] < 0.01
     assert out["other"]["perplexity"] > 1.2 * out["plain"]["perplexity"]
