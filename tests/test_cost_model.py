@@ -55,6 +55,7 @@ def test_proposals_cost_what_their_length_says():
     assert costs.draft(1, 8) == pytest.approx(2.0 * 0.4) and costs.step(1, 8) == pytest.approx(2.0)
     assert costs.draft(1, 0) == 0.0 and costs.step(1, 0) == 1.0
     assert costs.draft(1, 4) == pytest.approx(costs.step(1, 4) * 0.2), "half as many drafts take half as long"
+    assert costs.draft(1, 16) == pytest.approx(costs.step(1, 16) * 0.8), "and twice as many twice"
 
 
 def test_auto_lengths_in_a_decoder():
