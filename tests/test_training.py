@@ -1,5 +1,6 @@
 """Training of drafters on tiny targets: what is trained is what drafts, runs resume, bad data is named."""
 
+import copy
 import json
 
 import pytest
@@ -149,6 +150,15 @@ def test_texts_shorter_than_the_unrolled_steps(prepared, tmp_path):
     folder = features.compute(model, [texts.Text([1, 2], 1, "a"), texts.Text([3, 4, 5], 2, "a")], (1,), tmp_path)
     out = EagleTraining(eagle(model, (1,)), steps=3)(batches(folder, (1,))[0])
     assert torch.isfinite(out["loss"]) and "overlap_3" not in out
+
+
+def test_states_too_large_for_float16_are_named(tmp_path):
+    model = copy.deepcopy(tiny("llama"))
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(1e7)
+    with pytest.raises(ValueError, match=r"states of layers \[1\] are not finite in float16"):
+        features.compute(model, [texts.Text([1, 2, 3], 1, "a")], (0, 1), tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_no_usable_texts_is_an_error(tmp_path, monkeypatch):
@@ -365,6 +375,8 @@ def test_command(kind, tmp_path, capsys):
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert main(arguments) == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    with pytest.raises(ValueError, match=r"--held-out must leave texts to train on, got 1\.0 of 12 texts"):
+        main([*arguments, "--held-out", "1"])
     with pytest.raises(ValueError, match="has checkpoints of another run: seed was 0, is 1"):
         main([*arguments, "--seed", "1"])
 

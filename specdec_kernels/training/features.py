@@ -116,7 +116,12 @@ def _shard(forward: ModelForward, texts: Sequence[Text], taps: tuple[int, ...], 
         feed = torch.tensor([texts[i].tokens + [0] * (longest - n) for i, n in zip(group, counts, strict=True)])
         cache = forward.new_cache(len(group), longest)
         out = forward(feed.to(forward.device), counts, cache, last_only=True, taps=(*taps, -1))
-        for i, part in zip(group, out.taps.to(torch.float16).cpu().split(counts), strict=True):
+        kept = out.taps.to(torch.float16)
+        if not bool(torch.isfinite(kept).all()):
+            bad = (~torch.isfinite(kept)).any(0).view(len(taps) + 1, -1).any(1).tolist()
+            layers = [tap for tap, wrong in zip((*taps, -1), bad, strict=True) if wrong]
+            raise ValueError(f"features: states of layers {layers} are not finite in float16; tap other layers")
+        for i, part in zip(group, kept.cpu().split(counts), strict=True):
             states[i] = part
         bar.update(sum(counts))
     work = file.with_suffix(".part")

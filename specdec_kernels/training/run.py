@@ -62,9 +62,13 @@ def train_drafter(options, target, tokenizer, texts: list[Text], command: str) -
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     vocab = target.get_output_embeddings().weight.shape[0]
-    model, taps = build(options, target, frequent_ids(texts, options.draft_vocab, vocab))
-    folder = features.compute(target, texts, taps, options.features or out / "features")
     held = max(1, round(options.held_out * len(texts)))
+    if held >= len(texts):
+        raise ValueError(
+            f"train: --held-out must leave texts to train on, got {options.held_out} of {len(texts)} texts"
+        )
+    model, taps = build(options, target, frequent_ids(texts[held:], options.draft_vocab, vocab))
+    folder = features.compute(target, texts, taps, options.features or out / "features")
     common: dict[str, Any] = {"hidden_size": target.config.get_text_config(decoder=True).hidden_size}
     batches = features.FeatureBatches(
         folder,
