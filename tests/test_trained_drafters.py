@@ -1,5 +1,6 @@
 """EAGLE and FlashSpec drafters: exact whatever they draft, what they draft is what their formula says, their files."""
 
+import copy
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from tests.test_decoder import padded, prompts, sampling
 
 from specdec_kernels import SamplingTensors  # isort: skip
 from specdec_kernels.decoding import (  # isort: skip
+    DraftContext,
     DraftModelDrafter,
     EagleDrafter,
     EagleModel,
@@ -250,6 +252,30 @@ def test_flashspec_shares_the_target():
     assert drafter.forward.stack._layers.layers[0] is decoder.forward.layers[0]
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["draft model", "flashspec"])
+def test_rows_without_drafts_are_not_read_past_their_text(kind):
+    """A proposal for one row of three, then one for all: q is the model's behind each text, and no draw is made twice."""
+    model = tiny("llama", scale=0.3)
+    part = flashspec(model)
+    drafter = DraftModelDrafter(model, block_size=2) if kind == "draft model" else FlashSpecDrafter(part)
+    texts, params = [[1, 0, 2, 1], [5, 9], [2, 1, 7]], sampling(3)
+    drafter.begin(texts, params, 64)
+
+    def propose(counts):
+        position = torch.tensor([len(t) for t in texts])
+        return drafter.propose(DraftContext(texts, position, params, counts, "token", lambda d: None))
+
+    texts[2] = texts[2] + propose([0, 0, 2]).tokens.tolist()
+    batch = propose([2, 2, 2])
+    tokens = batch.tokens.view(3, 2).tolist()
+    for b, text in enumerate(texts):
+        for i in range(2):
+            whole = text + tokens[b][:i]
+            want = recompute(model, whole)[-1] if kind == "draft model" else flashspec_logits(part, whole)
+            torch.testing.assert_close(batch.logits[2 * b + i], want, atol=2e-4, rtol=0)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_of_rows_that_end_at_different_steps(seed):
     """The parameters that q was sampled with follow the rows that are left, also where no row needs a new draft."""
@@ -259,6 +285,17 @@ def test_blocks_of_rows_that_end_at_different_steps(seed):
     decoder = SpeculativeDecoder(model, DraftModelDrafter(model, block_size=2), rule="token", adaptive=False)
     result = decoder.generate(ids, mask, params, max_new_tokens=24, eos=list(range(0, 64, 5)))
     assert len(set(result.lengths)) > 1 and result.stats.accepted > 0
+
+
+def test_rotary_frequencies_are_the_target_s():
+    """A target in bfloat16 keeps them in float32; a shared layer that rounded them would drift with the position."""
+    model = copy.deepcopy(tiny("llama"))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    for part in (EagleModel(model), FlashSpecModel(model, shared=1, adapters=1)):
+        assert torch.equal(part.stack.decoder.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+        assert part.stack.decoder.rotary_emb.inv_freq.dtype == torch.float32
+        assert all(p.dtype == torch.bfloat16 for p in part.parameters())
 
 
 def test_verifying_blocks_of_a_draft_model():

@@ -95,8 +95,14 @@ def test_features_go_on_and_refuse_others(prepared, tmp_path, monkeypatch):
     assert len(FeatureBatches(tmp_path, (0, 1), hidden_size=32).places) == 24
     with pytest.raises(ValueError, match=r"other features: taps is \[0, 1\], not \[-1\]"):
         features.compute(model, written, (-1,), tmp_path)
-    with pytest.raises(ValueError, match="other features: target is LlamaForCausalLM"):
-        features.compute(tiny("llama", seed=4), written, (1,), tmp_path)
+    tuned = copy.deepcopy(model)
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.down_proj.weight.add_(0.01)
+    for other in (tiny("llama", seed=4), tuned):
+        with pytest.raises(ValueError, match="other features: target is LlamaForCausalLM"):
+            features.compute(other, written, (1,), tmp_path)
+    with pytest.raises(ValueError, match="other features: dtype is float32, not bfloat16"):
+        features.compute(model, written, (1,), tmp_path, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"00000.safetensors: holds other features: of other texts"):
         features.compute(model, written[1:], (1,), tmp_path)
 

@@ -59,7 +59,10 @@ class DraftStack(nn.Module):
         if config._attn_implementation not in ("sdpa", "eager"):
             config._attn_implementation = "sdpa"
         self.config = config
-        self.decoder = type(decoder)(config).to(device=target.device, dtype=target.dtype)
+        self.decoder = type(decoder)(config).to(device=target.device)
+        for parameter in self.decoder.parameters():
+            # Not the buffers: rotary frequencies stay in float32, as the target's are.
+            parameter.data = parameter.data.to(target.dtype)
         self.decoder.embed_tokens = nn.Identity()
         self.norm, self.decoder.norm = self.decoder.norm, nn.Identity()
         self.shared = shared

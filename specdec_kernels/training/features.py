@@ -53,18 +53,21 @@ def compute(
     folder.mkdir(parents=True, exist_ok=True)
     forward = ModelForward(target if dtype in (None, target.dtype) else copy.deepcopy(target).to(dtype))
     forward.check_taps("features", taps)
-    meta = {"taps": list(taps), "target": _target(target)}
+    meta = {"taps": list(taps), "target": _target(target), "dtype": str(dtype or target.dtype).removeprefix("torch.")}
     path = folder / "meta.json"
     if path.exists():
         kept = json.loads(path.read_text())
         if set(taps) <= set(kept["taps"]):
             taps = meta["taps"] = kept["taps"]
         for name in meta:
-            if kept[name] != meta[name]:
+            if kept.get(name) != meta[name]:
                 raise ValueError(
-                    f"{folder}: holds other features: {name} is {kept[name]}, not {meta[name]}; name another folder"
+                    f"{folder}: holds other features: {name} is {kept.get(name)}, not {meta[name]}; name another folder"
                 )
-    path.write_text(json.dumps(meta))
+    else:
+        work = path.with_suffix(f".{os.getpid()}")
+        work.write_text(json.dumps(meta))
+        os.replace(work, path)
     from tqdm.auto import tqdm
 
     with tqdm(total=sum(len(t.tokens) for t in texts), unit="tok", desc="hidden states") as bar:
@@ -98,8 +101,8 @@ def _digest(texts: Sequence[Text]) -> str:
 
 
 def _target(target) -> str:
-    weight = target.get_input_embeddings().weight
-    return f"{type(target).__name__} {list(weight.shape)} {float(weight.detach().double().sum()):.6f}"
+    total = sum(float(p.detach().double().abs().sum()) for p in target.parameters())
+    return f"{type(target).__name__} {list(target.get_input_embeddings().weight.shape)} {total:.3f}"
 
 
 @torch.inference_mode()
@@ -124,7 +127,7 @@ def _shard(forward: ModelForward, texts: Sequence[Text], taps: tuple[int, ...], 
         for i, part in zip(group, kept.cpu().split(counts), strict=True):
             states[i] = part
         bar.update(sum(counts))
-    work = file.with_suffix(".part")
+    work = file.with_suffix(f".{os.getpid()}")
     tensors = {
         "tokens": torch.tensor([t for text in texts for t in text.tokens], dtype=torch.int32),
         "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int32),

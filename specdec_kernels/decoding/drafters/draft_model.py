@@ -111,6 +111,8 @@ class DraftModelDrafter(ChainDrafter):
 
     def _start(self, context: DraftContext) -> Tensor:
         self._committed = [len(t) for t in context.tokens]
+        # A row that took no drafts of the last proposal was fed some all the same; and each row needs a token to be fed.
+        self.rewind([n - 1 for n in self._committed])
         return self._catch_up(context.tokens)
 
     def _next(self, tokens: Tensor) -> Tensor:
