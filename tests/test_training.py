@@ -253,6 +253,7 @@ def test_interrupted_training_resumes(prepared, tmp_path, monkeypatch):
     broken = tmp_path / "cut" / "checkpoints" / "checkpoint-8"
     broken.mkdir()
     (broken / "model.safetensors").write_bytes(b"half")
+    (broken / "trainer_state.json").write_text('{"epoch": 1')
     resumed, rest = run(tmp_path / "cut")
     assert rest == steps - 6
     for name, tensor in whole.items():
@@ -347,11 +348,12 @@ def test_frequent_ids():
     assert frequent_ids(some, 0, 64) is None and frequent_ids(some, 64, 64) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["eagle", "flashspec", "dspark", "draft-model"])
-def test_command(kind, tmp_path, capsys):
+def test_command(kind, dtype, tmp_path, capsys):
     """From texts to a file that drafts, and again: the second run has nothing left to train."""
     model = tiny("llama", scale=0.3)
-    model.save_pretrained(tmp_path / "target")
+    copy.deepcopy(model).to(dtype).save_pretrained(tmp_path / "target")
     data = tmp_path / "texts.jsonl"
     texts.write(data, own_texts(model, 12))
     transformers.PreTrainedTokenizerFast(tokenizer_object=empty_tokenizer()).save_pretrained(tmp_path / "target")

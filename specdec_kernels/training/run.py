@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -60,6 +61,8 @@ def build(options, target, draft_ids: list[int] | None) -> tuple[nn.Module, tupl
 def train_drafter(options, target, tokenizer, texts: list[Text], command: str) -> dict:
     """Trains what the command line asks for and writes it to `options.out`; figures of the texts that were held out."""
     out: Path = options.out
+    if getattr(options, "public", None) is not None and options.public.resolve() == out.resolve():
+        raise ValueError(f"train: --public must be another folder than --out, got {out} for both")
     out.mkdir(parents=True, exist_ok=True)
     vocab = target.get_output_embeddings().weight.shape[0]
     held = max(1, round(options.held_out * len(texts)))
@@ -67,7 +70,9 @@ def train_drafter(options, target, tokenizer, texts: list[Text], command: str) -
         raise ValueError(
             f"train: --held-out must leave texts to train on, got {options.held_out} of {len(texts)} texts"
         )
-    model, taps = build(options, target, frequent_ids(texts[held:], options.draft_vocab, vocab))
+    # Parts are trained in float32, whatever the target runs in; its states are its own.
+    exact = target if target.dtype == torch.float32 else copy.deepcopy(target).float()
+    model, taps = build(options, exact, frequent_ids(texts[held:], options.draft_vocab, vocab))
     folder = features.compute(target, texts, taps, options.features or out / "features")
     common: dict[str, Any] = {"hidden_size": target.config.get_text_config(decoder=True).hidden_size}
     batches = features.FeatureBatches(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
 from pathlib import Path
@@ -88,7 +90,8 @@ def newest_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that was written to its end: its state is the last of its files."""
     found = sorted(folder.glob("checkpoint-*"), key=lambda p: int(p.name.rsplit("-", 1)[1]), reverse=True)
     for path in found:
-        if (path / "trainer_state.json").exists():
+        with contextlib.suppress(OSError, ValueError):
+            json.loads((path / "trainer_state.json").read_text())
             return str(path)
         _log.warning("%s is not complete: an earlier one is used", path)
     return None
