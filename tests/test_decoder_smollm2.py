@@ -126,7 +126,7 @@ def test_sampled_frequencies(model_and_tokenizer, noisy, rule):
         # One row of the draft model stands for all: the prompts are equal.
         one = drafter._catch_up
         drafter._cache = drafter.forward.new_cache(1, len(text) + 4)
-        drafter._catch_up = lambda tokens: one(tokens[:1]).expand(rows, -1).contiguous()
+        drafter._start = lambda context: one(context.tokens[:1]).expand(rows, -1).contiguous()
         batch = drafter.propose(context)
         target = recompute(model, text)[-1:]
         second = {t: recompute(model, [*text, t])[-1:] for t in set(batch.tokens.tolist())}
