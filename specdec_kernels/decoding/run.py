@@ -122,12 +122,12 @@ class Run:
             return None
         if not self.watch.speculate() or (decoder.adaptive and decoder.costs.wants_plain(batch)):
             return None
-        # The last token of a row needs no draft behind it: a row with one token to go takes none.
         costs = decoder.costs
         judged = decoder.adaptive and not costs.wants_drafts(batch)
         most = decoder.num_draft
         if decoder.length is not None and judged:
             most = decoder.length.choose(costs, batch)
+        # The last token of a row needs no draft behind it: a row with one token to go takes none.
         budgets = [min(most, row.limit - len(row.tokens) - 1) for row in self.rows]
         if max(budgets) <= 0:
             return None

@@ -25,8 +25,7 @@ def _arguments(argv) -> argparse.Namespace:
     parser.add_argument("--target", help=f"hub id or path of a causal LM (default: {smollm2.NAME})")
     parser.add_argument(
         "--draft",
-        help="hub id or path of a smaller model with the same tokenizer (default: lookups and, for the default target, the trained "
-        "drafters that the package ships)",
+        help="hub id or path of a smaller model with the same tokenizer (default: lookups, and the trained drafters of --parts)",
     )
     parser.add_argument(
         "--rules",
@@ -38,7 +37,11 @@ def _arguments(argv) -> argparse.Namespace:
         type=int,
         help="with --rules and without --draft: the target's first layers that draft (default: all but 2)",
     )
-    parser.add_argument("--parts", type=Path, help="folder of trained drafters for the target")
+    parser.add_argument(
+        "--parts",
+        type=Path,
+        help="folder of trained drafters for the target (default: the package's, which has none yet)",
+    )
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per run")
     parser.add_argument("--num-draft", type=int, default=5, help="most drafts per step")
     parser.add_argument("--prompt", help="measure this message instead of the demo's three")

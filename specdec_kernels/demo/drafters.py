@@ -15,7 +15,7 @@ from ..decoding import (
     load_drafter_part,
 )
 
-#: Folder of the shipped parts, one folder each.
+#: Folder of the parts that the package ships, one folder each; none yet.
 SHIPPED = Path(__file__).parent / "trained"
 
 

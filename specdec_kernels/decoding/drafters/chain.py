@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import Nucleus, SamplingTensors, sample
 from ...eager._rows import GREEDY_BELOW
-from ...sample import STREAM_DRAFT, STREAM_SAMPLE
 from .base import DraftBatch, DraftContext, Drafter
-from .chains import chain_rows, gather_chains
+from .chains import chain_rows, gather_chains, proposal_keys
 
 
 class ChainDrafter(Drafter):
@@ -49,14 +47,14 @@ class ChainDrafter(Drafter):
         tokens: list[Tensor] = []
         nuclei: list[Nucleus] = []
         q = logits.new_empty(batch, longest, logits.shape[1]) if keep_q else None
-        place: dict[str, Any]
         for offset in range(longest):
-            if context.rule == "coupled":
-                place = {"stream": STREAM_SAMPLE, "position": context.position + offset}
-            else:
-                ids = torch.full((batch,), offset, dtype=torch.int64, device=device)
-                place = {"stream": STREAM_DRAFT, "position": context.position, "ids": ids}
-            drawn = sample(logits, params, **place, target_to_draft=self.target_to_draft, return_nucleus=keep_q)
+            drawn = sample(
+                logits,
+                params,
+                **proposal_keys(context, offset),
+                target_to_draft=self.target_to_draft,
+                return_nucleus=keep_q,
+            )
             tokens.append(drawn.tokens)
             if q is not None and drawn.nucleus is not None:
                 q[:, offset] = logits

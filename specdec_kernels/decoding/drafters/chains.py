@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ... import Nucleus, SamplingTensors
+from ...sample import STREAM_DRAFT, STREAM_SAMPLE
 from ..transfers import on_device
-from .base import DraftBatch
+from .base import DraftBatch, DraftContext
+
+
+def proposal_keys(context: DraftContext, offset: int) -> dict[str, Any]:
+    """What `sample` and `markov_step` are given for the draft at this offset of every request: stream, position, ids."""
+    if context.rule == "coupled":
+        return {"stream": STREAM_SAMPLE, "position": context.position + offset}
+    ids = torch.full_like(context.position, offset)
+    return {"stream": STREAM_DRAFT, "position": context.position, "ids": ids}
 
 
 def chain_rows(counts: list[int], longest: int, device: torch.device) -> Tensor | None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import Nucleus, SamplingTensors, markov_step, schedule_lengths
 from ...eager._rows import GREEDY_BELOW
-from ...sample import STREAM_DRAFT, STREAM_SAMPLE
 from ..cache import RowCache, check_cache
 from ..dspark_forward import DSparkForward
 from ..dspark_model import DSparkModel
 from ..transfers import on_device
 from .base import DraftBatch, DraftContext, Drafter, StepOutcome
-from .chains import chain_rows, gather_chains
+from .chains import chain_rows, gather_chains, proposal_keys
 from .dspark_part import DSparkPart
 
 SCHEDULES = ("threshold", "budget", "throughput")
@@ -151,20 +149,20 @@ class DSparkDrafter(Drafter):
         tokens: list[Tensor] = []
         nuclei: list[Nucleus] = []
         before = anchors
-        place: dict[str, Any]
         for k in range(longest):
             if self.schedule is not None and not lengths.wants(self.model.confidence_logits(hidden[:, k], before)):
                 break
-            if context.rule == "coupled":
-                place = {"stream": STREAM_SAMPLE, "position": context.position + k}
-            else:
-                ids = torch.full((len(budgets),), k, dtype=torch.int64, device=anchors.device)
-                place = {"stream": STREAM_DRAFT, "position": context.position, "ids": ids}
-            place["target_to_draft"] = self._target_to_draft
             # The bias is added to the row in place: the buffer of logits becomes the q that verification reads.
             row = logits[:, k]
             drawn = markov_step(
-                row, before, *self._tables, context.params, **place, return_nucleus=keep_q, logits_out=row
+                row,
+                before,
+                *self._tables,
+                context.params,
+                **proposal_keys(context, k),
+                target_to_draft=self._target_to_draft,
+                return_nucleus=keep_q,
+                logits_out=row,
             )
             tokens.append(drawn.tokens)
             if drawn.nucleus is not None:

@@ -6,8 +6,6 @@ something else.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -120,8 +118,8 @@ class FlashSpecDrafter(DraftModelDrafter):
     ):  # fmt: skip
         self.model = model
         self._last_id = model.vocab_size - 1
-        self._options: tuple[Any, ...] = (model.target_to_draft(), cache, page_size, budget, sinks, block_size)
-        self._set_up(_Forward(model, None), *self._options)
+        forward = _Forward(model, None)
+        self._set_up(forward, model.target_to_draft(), cache, page_size, budget, sinks, block_size)
 
     def check_target(self, target) -> None:
         if target is not self.model.target:
