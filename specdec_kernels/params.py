@@ -15,6 +15,8 @@ from torch import Tensor
 from . import _checks
 
 _MASK = (1 << 64) - 1
+#: Temperatures below this are greedy: 1e-5 as float32, which temperatures are.
+GREEDY_BELOW = float(torch.tensor(1e-5))
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -61,6 +63,11 @@ class SamplingTensors:
     @property
     def device(self) -> torch.device:
         return self.temperature.device
+
+    @property
+    def greedy(self) -> Tensor:
+        """bool, as `temperature`: which elements are greedy."""
+        return ~(self.temperature >= GREEDY_BELOW)
 
     @property
     def num_requests(self) -> int:

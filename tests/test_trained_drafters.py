@@ -12,6 +12,7 @@ from tests.test_decoder import padded, prompts, sampling
 
 from specdec_kernels import SamplingTensors  # isort: skip
 from specdec_kernels.decoding import (  # isort: skip
+    DraftBatch,
     DraftContext,
     DraftModelDrafter,
     EagleDrafter,
@@ -19,7 +20,9 @@ from specdec_kernels.decoding import (  # isort: skip
     FlashSpecDrafter,
     FlashSpecModel,
     ModelForward,
+    PromptLookupDrafter,
     SpeculativeDecoder,
+    StepOutcome,
     load_drafter_part,
 )
 from specdec_kernels.decoding.draft_stack import StackForward  # isort: skip
@@ -249,7 +252,61 @@ def test_flashspec_shares_the_target():
     assert not any("layers.0." in name or "embed" in name or "lm_head" in name for name in part.tensors())
     drafter = FlashSpecDrafter(part)
     decoder = SpeculativeDecoder(model, drafter, packed=True)
+    ids = torch.tensor([[1, 2, 3]])
+    decoder.generate(ids, params=sampling(1), max_new_tokens=4)
     assert drafter.forward.stack._layers.layers[0] is decoder.forward.layers[0]
+    with torch.no_grad():
+        saved = model.model.layers[0].mlp.down_proj.weight.clone()
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    old = decoder.forward.layers[0]
+    decoder.generate(ids, params=sampling(1), max_new_tokens=4)
+    assert drafter.forward.stack._layers.layers[0] is decoder.forward.layers[0] is not old
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.copy_(saved)
+
+
+@torch.no_grad()  # in inference mode a write would leave the version as it is
+@pytest.mark.parametrize("kind", ["eagle", "flashspec"])
+@pytest.mark.parametrize("what", ["own", "head"])
+def test_changed_weights_are_taken_in(kind, what):
+    """Weights are packed; a `begin` after a change proposes what a new drafter would."""
+    model = copy.deepcopy(tiny("llama", scale=0.3))
+    part = eagle(model, (0, -1), KEPT) if kind == "eagle" else flashspec(model, KEPT)
+    make = (lambda: EagleDrafter(part, tree=False)) if kind == "eagle" else (lambda: FlashSpecDrafter(part))
+    text, params = [3, 1, 4, 1, 5], sampling(1)
+
+    def logits(drafter):
+        drafter.begin([text], params, 32)
+        if drafter.taps:
+            hidden = ModelForward(model)
+            cache = hidden.new_cache(1, 8)
+            out = hidden(torch.tensor([text[:-1]]), [4], cache, last_only=True, taps=drafter.taps)
+            drafter._pending._prompts = [4]
+            drafter.observe(StepOutcome([text[-1:]], [0], [0], out.taps))
+        return drafter.propose(DraftContext([text], torch.tensor([5]), params, [3], "token", lambda d: None)).logits
+
+    drafter = make()
+    before = logits(drafter).clone()
+    changed = next(t for n, t in part.tensors().items() if t.dim() == 2) if what == "own" else model.lm_head.weight
+    changed.add_(torch.randn(changed.shape), alpha=0.5)
+    after = logits(drafter)
+    torch.testing.assert_close(after, logits(make()))
+    assert not torch.allclose(after, before)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused():
+    class Wrong(PromptLookupDrafter):
+        def propose(self, context):
+            return DraftBatch(torch.tensor([64]), [1])
+
+    decoder = SpeculativeDecoder(tiny("llama"), Wrong(), adaptive=False)
+    with pytest.raises(ValueError, match="drafter's tokens must be below the target's 64, got 64"):
+        decoder.generate(torch.tensor([[1, 2]]), params=sampling(1))
+
+
+def test_layers_of_no_width_are_refused():
+    with pytest.raises(ValueError, match="intermediate_size must be >= 1 or None, got 0"):
+        EagleModel(tiny("llama"), intermediate_size=0)
 
 
 @torch.inference_mode()

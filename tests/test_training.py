@@ -18,7 +18,7 @@ from specdec_kernels.decoding import (  # isort: skip
     load_drafter_part,
 )
 from specdec_kernels.decoding.draft_stack import StackForward  # isort: skip
-from specdec_kernels.training import features, texts, trainer  # isort: skip
+from specdec_kernels.training import features, held_out, texts, trainer  # isort: skip
 from specdec_kernels.training.cli import frequent_ids, main  # isort: skip
 from specdec_kernels.training.draft_model import DraftModelTraining  # isort: skip
 from specdec_kernels.training.dspark import DSparkTraining  # isort: skip
@@ -323,7 +323,7 @@ def test_written_texts_resume(tmp_path, monkeypatch):
     """Batches are functions of the seed, the source and how far it has come: a run that was cut goes on as if it had not been."""
 
     class Writer:
-        def __init__(self, target, tokenizer, seed):
+        def __init__(self, target, tokenizer, seed, batch):
             self.seed = seed
 
         def batch(self, source, key):
@@ -339,6 +339,42 @@ def test_written_texts_resume(tmp_path, monkeypatch):
     assert whole.read_text() == cut.read_text()
     shares = texts._made(whole)
     assert shares["self"] > shares["code"] > shares["source"] > 0
+
+
+def test_held_out_texts_are_about_something_else():
+    """Texts whose prompt ends as that of a held-out one are not trained on, whatever came before; no prompt: how they begin."""
+    piece, other = list(range(40, 80)), list(range(20, 60))
+    some = [
+        texts.Text([1, *piece, 7, 8], 41, "a"), texts.Text([2, 3, *piece, 9], 42, "a"), texts.Text([1, *other, 7], 41, "a"),
+        texts.Text(piece, 1, "b"), texts.Text(other, 1, "b"),
+    ]  # fmt: skip
+    assert held_out.split(some, 0.1) == ([2, 3, 4], [0])
+    assert held_out.split(some[::-1], 0.1) == ([1, 2, 3, 4], [0])
+    with pytest.raises(ValueError, match=r"must leave texts to train on, got 0\.5 of 2 texts, prompts of the same end"):
+        held_out.split(some[:2], 0.5)
+
+
+def test_held_out_prompts_are_decoded():
+    """The target itself as draft model: every draft is accepted."""
+    model = tiny("llama")
+    some = own_texts(model, 4)
+    figures = held_out.decode(model, DraftModelDrafter(copy.deepcopy(model)), some, prompts=3, new_tokens=13)
+    assert figures["prompts"] == 3 and figures["speedup"] > 0
+    assert figures["tokens_per_call"] == pytest.approx(6.0)
+    assert held_out.decode(model, DraftModelDrafter(model), [texts.Text([1, 2, 3], 1, "a")]) == {}
+
+
+def test_bf16_training_keeps_the_weights_in_float32(prepared, tmp_path):
+    model, _, folder = prepared
+    training = training_of("eagle", model)
+    loaded = batches(folder, training.part.taps, tokens=256)
+    untrained = evaluate(training, loaded)
+    trainer.train(training, loaded, tmp_path, epochs=40, learning_rate=5e-3, progress=False, bf16=True)
+    assert evaluate(training, loaded)["overlap_1"] > untrained["overlap_1"] + 0.1
+    tensors = training.part.tensors().values()
+    assert all(t.dtype == torch.float32 for t in tensors)
+    # Weights that only bfloat16 could hold would be multiples of its steps.
+    assert any(not torch.equal(t, t.bfloat16().float()) for t in tensors)
 
 
 def test_frequent_ids():
@@ -365,6 +401,7 @@ def test_command(kind, dtype, tmp_path, capsys):
     out = capsys.readouterr().out
     report = json.loads(out[out.rindex("{\n") :])
     assert report["bytes"] > 0 and report["loss"] > 0
+    assert report["prompts"] == 2 and report["tokens_per_call"] >= 1
     if kind == "dspark":
         public = DSparkModel.load(tmp_path / "public", model)
         for name, tensor in public.state_dict().items():
@@ -376,6 +413,7 @@ def test_command(kind, dtype, tmp_path, capsys):
         assert decoder.generate(ids, params=SamplingTensors.create(temperature=0.0)).stats.drafted > 0
         return
     config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["about"]["figures"]["speedup"] > 0
     assert config["about"]["held_out"] == 2 and config["draft_vocab_size"] == 40
     assert config["about"]["command"].startswith(f"python -m specdec_kernels train {kind} --target")
     part = load_drafter_part(tmp_path / "out", model)

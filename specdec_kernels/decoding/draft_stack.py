@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cache import RowCache
+from .caches import new_cache
 from .masks import Masks, TreeShape, row_positions
 from .packed_layers import MAX_ROWS, PackedLayers, PackedLinear, PackedNorm, unfit_layers
-from .paged_cache import PagedCache
-from .ragged_cache import RaggedCache
 from .support import UnsupportedModel
+from .weight_stamp import WeightStamp
 
 _PACKED = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 
@@ -46,6 +46,8 @@ class DraftStack(nn.Module):
             raise ValueError(
                 f"drafter: layers to share must be at most the target's {len(decoder.layers)}, got {shared}"
             )
+        if intermediate_size is not None and intermediate_size < 1:
+            raise ValueError(f"drafter: intermediate_size must be >= 1 or None, got {intermediate_size}")
         config.num_hidden_layers = count
         if getattr(config, "layer_types", None):
             # New layers see everything; windows of shared ones stay as they are.
@@ -110,10 +112,15 @@ def _parameters(module: nn.Module) -> Sequence[str]:
 class StackForward:
     """Runs a `DraftStack` over a `RowCache`, packed where it is a Llama-shaped one in float32 on the CPU.
 
-    The weights are packed once: change them and make a new one. ready: the first layers, where they are packed already.
+    `refresh` (once per `generate`, before the first forward) packs the weights, and again what has changed since; weights must
+    not change in between.
+
+    Args:
+        stack: the layers.
+        ready: gives the first layers packed already, as many as there are.
     """
 
-    def __init__(self, stack: DraftStack, ready: Sequence[Any] = ()):
+    def __init__(self, stack: DraftStack, ready: Callable[[], Sequence[Any]] = tuple):
         self.stack, self.config, self.device = stack, stack.config, next(stack.parameters()).device
         self.dtype = next(stack.parameters()).dtype
         kinds = getattr(self.config, "layer_types", None)
@@ -121,26 +128,40 @@ class StackForward:
         if kinds is None:
             kinds = ["sliding_attention" if window else "full_attention"] * self.config.num_hidden_layers
         self.masks = Masks(kinds, window)
-        decoder: Any = stack.decoder
-        self.packed = unfit_layers(decoder, self.config, _PACKED) is None
         self.norm: Any = stack.norm
-        if self.packed:
-            self._layers = PackedLayers(decoder.layers, decoder.rotary_emb, self.config, ready)
-            self.norm = PackedNorm(stack.norm)
+        self._ready, self._linears = ready, list[_Linear]()
+        self._layers: PackedLayers | None = None
+        self._stamp: WeightStamp | None = None
+        self._packed_layers: list[Any] = []
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None):
-        """x -> x W^T + b, packed where the layers are."""
-        if self.packed:
-            return PackedLinear.of(weight.detach(), None if bias is None else bias.detach())
-        return lambda x: F.linear(x, weight, bias)
+    def linear(self, weight: Callable[[], Tensor]) -> _Linear:
+        """x -> x W^T, packed where the layers are; weight: gives W."""
+        self._linears.append(_Linear(weight))
+        return self._linears[-1]
+
+    def refresh(self) -> None:
+        """Takes in the weights as they are."""
+        decoder: Any = self.stack.decoder
+        if unfit_layers(decoder, self.config, _PACKED) is not None:
+            self._layers, self._stamp, self.norm = None, None, self.stack.norm
+            for linear in self._linears:
+                linear.packed = None
+            return
+        weights = [linear.weight() for linear in self._linears]
+        stamp, ready = WeightStamp([*self.stack.parameters(), *weights]), list(self._ready())
+        if self._layers is not None and self._stamp == stamp and _same(self._packed_layers, ready):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._layers = PackedLayers(decoder.layers, decoder.rotary_emb, self.config, ready)
+            self.norm = PackedNorm(self.stack.norm)
+            for linear, weight in zip(self._linears, weights, strict=True):
+                linear.packed = None  # frees the old copy before the new one is made
+                linear.packed = PackedLinear.of(weight.detach())
+        self._stamp, self._packed_layers = stamp, ready
 
     def new_cache(self, batch_size: int, capacity: int, kind: str = "ragged", **options) -> RowCache:
         """As `ModelForward.new_cache`."""
-        options |= {"capacity": capacity, "device": self.device}
-        if kind == "paged":
-            return PagedCache(self.config, batch_size, **options)
-        options.pop("page_size", None)
-        return RaggedCache(self.config, batch_size, **options)
+        return new_cache(self.config, batch_size, kind, capacity=capacity, device=self.device, **options)
 
     def __call__(self, x: Tensor, counts: list[int], cache: RowCache, tree: TreeShape | None = None) -> Tensor:
         """States [B * q, H] before the norm, of embeddings x [B, q, H]; the cache's lengths are left to advance."""
@@ -148,6 +169,19 @@ class StackForward:
         cache.reserve(counts, count)
         index, positions = row_positions(cache, counts, count, x.device, tree)
         mask = self.masks(cache, index, positions, self.dtype, tree)
-        if self.packed and batch * count <= MAX_ROWS:
+        if self._layers is not None and batch * count <= MAX_ROWS:
             return self._layers(x.reshape(batch * count, -1), positions, mask, cache)[0]
         return self.stack(x, mask, positions, cache).flatten(0, 1)
+
+
+class _Linear:
+    def __init__(self, weight: Callable[[], Tensor]):
+        self.weight = weight
+        self.packed: PackedLinear | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight()) if self.packed is None else self.packed(x)
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(one is other for one, other in zip(a, b, strict=True))

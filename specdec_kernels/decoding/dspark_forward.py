@@ -6,14 +6,14 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .cache import RowCache
+from .caches import new_cache
 from .dspark_model import DSparkModel
 from .packed_layers import MAX_ROWS, PackedLayers, PackedLinear, PackedNorm
-from .paged_cache import PagedCache
-from .ragged_cache import RaggedCache
 from .transfers import on_device
+from .weight_stamp import WeightStamp
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class DSparkForward:
         if packed not in (True, False, "auto"):
             raise ValueError(f'DSparkDrafter: packed must be True, False or "auto", got {packed!r}')
         self.model, self.packed = model, packed
-        self._marks: list[tuple[Tensor, int, int]] | None = None
+        self._stamp: WeightStamp | None = None
         self._packed: _Packed | None = None
         self.refresh()
 
@@ -43,31 +43,32 @@ class DSparkForward:
 
     def new_cache(self, batch_size: int, capacity: int, kind: str, page_size: int) -> RowCache:
         """An empty cache of `capacity` tokens a row, which grows as needed."""
-        config, device = self.model.config.backbone, self.device
-        if kind == "paged":
-            return PagedCache(config, batch_size, capacity=capacity, page_size=page_size, device=device)
-        return RaggedCache(config, batch_size, capacity=capacity, device=device)
+        return new_cache(
+            self.model.config.backbone, batch_size, kind, capacity=capacity, page_size=page_size, device=self.device
+        )
 
     def refresh(self) -> None:
         """Takes in what has changed about the weights since the last call, by their identity, storage and version."""
         model = self.model
-        tensors = [*model.parameters(), model.head(), model.target.get_input_embeddings().weight]
+        target = model.target
+        tensors = [
+            *model.parameters(),
+            *(e().weight for e in (target.get_input_embeddings, target.get_output_embeddings)),
+        ]
         reason = self._unfit(tensors)
         if reason is not None:
             if self.packed is True:
                 raise ValueError(f"DSparkDrafter: cannot be packed: {reason}")
             if self.packed:
                 _log.info("packed drafter not used: %s", reason)
-            self._packed, self._marks = None, None
+            self._packed, self._stamp = None, None
             return
-        marks = [(tensor, tensor.data_ptr(), tensor._version) for tensor in tensors]
-        # The tensors are held, so an identity is not taken over by a new one; `head` may be a new view of the same.
-        old = self._marks
-        if old is None or [m[1:] for m in old] != [m[1:] for m in marks]:
+        stamp = WeightStamp(tensors)
+        if self._stamp != stamp:
             self._packed = None  # frees the old copy before the new one is made
             with torch.inference_mode(False), torch.no_grad():
                 self._packed = _Packed(model)
-        self._marks = marks
+        self._stamp = stamp
 
     def _unfit(self, tensors: list[Tensor]) -> str | None:
         if not self.packed:
@@ -151,9 +152,7 @@ class _Packed:
         self._sign[: self._dim // 2] = -1
         self._layers = PackedLayers(layers, lambda x, position_ids: model.rotary(x, position_ids), backbone)
         self._final_norm = PackedNorm(model.norm)
-        head = nn.Linear(1, 1, bias=False, device="meta")
-        head.weight = nn.Parameter(model.head().detach(), requires_grad=False)
-        self.head = PackedLinear(head)
+        self.head = PackedLinear.of(model.head().detach())
 
     def context_kv(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """`DSparkModel.context_kv` of states [B * n, T * Ht]."""

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from . import paged_attention
 from .cache import RowCache
+from .caches import new_cache
 from .masks import Masks, TreeShape, row_positions, wanted_rows
-from .paged_cache import PagedCache
-from .ragged_cache import RaggedCache
 from .support import UnsupportedModel, check_supported
 
 _locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -106,13 +105,17 @@ class ModelForward:
     def new_cache(self, batch_size: int, capacity: int, kind: str = "ragged", **options) -> RowCache:
         """An empty cache of `capacity` tokens a row, which grows as needed; kind: one of `CACHES`; options: `page_size` of a paged
         one, `budget` and `sinks` of `RowCache`."""
-        options |= {"capacity": capacity, "device": self.device}
-        if kind == "paged":
-            return PagedCache(self.config, batch_size, gather=not self._reads_pages, **options)
-        if self._reads_pages:
+        if self._reads_pages and kind != "paged":
             raise ValueError(f'attention implementation "{paged_attention.NAME}" needs cache="paged", got {kind!r}')
-        options.pop("page_size", None)
-        return RaggedCache(self.config, batch_size, **options)
+        return new_cache(
+            self.config,
+            batch_size,
+            kind,
+            gather=not self._reads_pages,
+            capacity=capacity,
+            device=self.device,
+            **options,
+        )
 
     def refresh(self) -> None:
         """Takes in what has changed about the model since the last call; decoders call it once per `generate`."""

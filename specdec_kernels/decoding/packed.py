@@ -13,6 +13,7 @@ from .cache import RowCache
 from .forward import ForwardOutput, ModelForward, join_taps, model_lock
 from .masks import TreeShape, row_positions, wanted_rows
 from .packed_layers import MAX_ROWS, PackedLayers, PackedLinear, PackedNorm, unfit_layers
+from .weight_stamp import WeightStamp
 
 _log = logging.getLogger(__name__)
 
@@ -22,23 +23,10 @@ _TOLERANCE = 1e-3
 COMPARED = (*range(1, 17), 32, 64, 128)
 
 
-class _Stamp:
-    """What a packed copy was made from: the modules, and identity, storage and version of the parameters, norms' epsilons."""
-
-    def __init__(self, model):
-        self.modules = tuple(model.modules())
-        self.tensors = list(model.parameters())
-        self.marks = [(t.data_ptr(), t._version) for t in self.tensors]
-        self.epsilons = [getattr(m, "variance_epsilon", None) for m in self.modules]
-
-    def same(self, other: _Stamp) -> bool:
-        # Both hold their tensors, so an identity is not taken over by a new one.
-        return (
-            self.modules == other.modules
-            and [id(t) for t in self.tensors] == [id(t) for t in other.tensors]
-            and self.marks == other.marks
-            and self.epsilons == other.epsilons
-        )
+def _stamp(model) -> tuple:
+    """What a packed copy is made from: the modules, the parameters, the norms' epsilons."""
+    modules = tuple(model.modules())
+    return modules, WeightStamp(model.parameters()), [getattr(m, "variance_epsilon", None) for m in modules]
 
 
 class PackedForward(ModelForward):
@@ -68,7 +56,7 @@ class PackedForward(ModelForward):
         with model_lock(self.model), torch.inference_mode(False), torch.no_grad():
             self._fits, self._disagreement = False, None
             self._layers = None  # frees the old copy before the new one is made
-            self._stamp = _Stamp(self.model)
+            self._stamp = _stamp(self.model)
             self._pack()
             self._fits = True
             try:
@@ -90,7 +78,7 @@ class PackedForward(ModelForward):
     def refresh(self) -> None:
         with model_lock(self.model):
             reason = self.unfit(self.model)
-            if reason is None and not self._stamp.same(_Stamp(self.model)):
+            if reason is None and self._stamp != _stamp(self.model):
                 with contextlib.suppress(ArithmeticError):  # kept in _disagreement
                     self.repack()
             reason = reason or self._disagreement

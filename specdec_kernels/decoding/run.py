@@ -151,6 +151,12 @@ class Run:
             most = decoder.max_nodes * (budget > 0) if self.drafter.trees else budget
             if not 0 <= count <= most:
                 raise ValueError(f"SpeculativeDecoder: drafter's counts[{b}] must be in [0, {most}], got {count}")
+        # On a GPU the host would wait for the answer.
+        if drafts.tokens.device.type == "cpu" and int(drafts.tokens.max()) >= self.forward.vocab_size:
+            raise ValueError(
+                f"SpeculativeDecoder: drafter's tokens must be below the target's {self.forward.vocab_size}, got "
+                f"{int(drafts.tokens.max())}"
+            )
         return drafts
 
     def _position(self) -> Tensor:

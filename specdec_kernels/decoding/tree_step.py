@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import SamplingTensors, sample, verify_tree
-from ..eager._masks import ancestors
+from ..trees import ancestors
 from .cache import RowCache
 from .drafters.base import DraftBatch
 from .masks import TreeShape

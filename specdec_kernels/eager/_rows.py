@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..params import GREEDY_BELOW
 from ..status import Status
 
-GREEDY_BELOW = float(torch.tensor(1e-5))  # as float32, which temperatures are
 EMPTY_ROW, NAN, ZERO_Q, BAD_Q_ROW, PLACEHOLDER, BAD_OFFSETS = (int(bit) for bit in Status)
 CHUNK_ELEMENTS = 1 << 20
 """Rows are processed in chunks of about this many elements, so that a float64 temporary stays at eight megabytes."""

@@ -34,8 +34,10 @@ def parser() -> argparse.ArgumentParser:
     kept = kinds.add_parser("features", help="hidden states of the texts, for --features of several drafters")
     kept.add_argument("--data", type=Path, action="append", required=True, help="jsonl or text file; may be repeated")
     kept.add_argument("--taps", type=int, nargs="+", required=True, help="layers whose states are kept")
-    kept.add_argument("--dtype", choices=("float32", "bfloat16"), help="to run the target in (default: its own)")
+    for one in (made, kept):
+        one.add_argument("--dtype", choices=("float32", "bfloat16"), help="to run the target in (default: its own)")
     made.add_argument("--tokens", type=int, default=400_000, help="trained tokens to make (default: 400000)")
+    made.add_argument("--batch", type=int, default=64, help="prompts that are answered at once (default: 64)")
     for name, text in (
         ("eagle", "an EagleModel: one layer on the target's features"),
         ("flashspec", "a FlashSpecModel: adapters on the target's first layers"),
@@ -62,6 +64,9 @@ def parser() -> argparse.ArgumentParser:
             )
             one.add_argument("--intermediate-size", type=int, help="of new layers' MLP (default: the target's)")
             one.add_argument("--dtype", default="int8", choices=("float32", "float16", "int8"), help="of the file")
+        one.add_argument(
+            "--bf16", action="store_true", help="matrix products in bfloat16, where the machine is fast at it"
+        )
         one.add_argument("--save-steps", type=int, default=200)
         if name == "eagle":
             one.add_argument(
@@ -124,8 +129,12 @@ def main(argv: list[str]) -> int:
 
     transformers.utils.logging.disable_progress_bar()
     target, tokenizer = load_target(options.target)
+    # Of the drafters' commands, --dtype is the file's.
+    dtype = getattr(torch, options.dtype) if options.kind in ("texts", "features") and options.dtype else None
     if options.kind == "texts":
-        texts_module.generate(target, tokenizer, options.out, options.tokens, seed=options.seed)
+        texts_module.generate(
+            target, tokenizer, options.out, options.tokens, seed=options.seed, dtype=dtype, batch=options.batch
+        )
         return 0
     texts = [text for path in options.data for text in texts_module.read(path, tokenizer)]
     vocab = target.get_output_embeddings().weight.shape[0]
@@ -135,7 +144,6 @@ def main(argv: list[str]) -> int:
         print(f"train: --data must hold texts of the target's {vocab} tokens, got {got}", file=sys.stderr)
         return 2
     if options.kind == "features":
-        dtype = None if options.dtype is None else getattr(torch, options.dtype)
         features.compute(target, texts, options.taps, options.out, dtype=dtype)
         return 0
     from .run import train_drafter

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..decoding.drafters.dspark_part import DSparkPart
 from ..decoding.dspark_model import DSparkModel
 from .features import FeatureBatch
+from .losses import log_softmax
 from .module import PartTraining
 
 
@@ -93,7 +94,7 @@ def dspark_loss(
     log_norm = None if batch.log_norm is None else batch.log_norm[row, column]
 
     p = _target_probabilities(model, batch.hidden[row, column], model.target_head() if head is None else head, log_norm)
-    log_q = F.log_softmax(model.block_logits(h, before), -1)
+    log_q = log_softmax(model.block_logits(h, before))
     overlap = torch.minimum(p, log_q.exp()).sum(-1).clamp(max=1.0)
     mapping = model.target_to_draft()
     draft = label if mapping is None else mapping.to(label.device)[label].long()
@@ -106,7 +107,7 @@ def dspark_loss(
     loss = weights[0] * ce + weights[1] * tv
     confidence = error = best.new_zeros(())
     if model.confidence_head is not None:
-        logit = model.confidence_logits(h, before)
+        logit = model.confidence_logits(h, before).float()
         confidence = _mean(F.binary_cross_entropy_with_logits(logit, best, reduction="none"), weight)
         error = (torch.sigmoid(logit.detach()) - best).abs().mean()
         loss = loss + weights[2] * confidence
@@ -153,7 +154,7 @@ class DSparkTraining(PartTraining):
         wanted = trained | F.pad(trained[:, 1:], (0, 1))
         out = batch.last.new_zeros(wanted.shape)
         rows = batch.last[wanted]
-        out[wanted] = torch.cat([F.linear(part, weight).logsumexp(-1) for part in rows.split(512)])
+        out[wanted] = torch.cat([F.linear(part, weight).float().logsumexp(-1) for part in rows.split(512)])
         return out
 
 

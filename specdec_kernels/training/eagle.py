@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from ..decoding.drafters.eagle import EagleModel
 from .features import FeatureBatch
-from .losses import overlap, soft_targets
+from .losses import log_softmax, overlap, soft_targets
 from .module import PartTraining
 
 
@@ -31,6 +31,7 @@ class EagleTraining(PartTraining):
         features = part.fuse(batch.states[:, :-1])
         positions = entry.expand(B, n)
         back = entry[:, None] - entry  # of a query (row) to a key's entry (column)
+        target = soft_targets(batch.last[:, 1:][wanted], part.head)
         cache, out, total = DynamicCache(), {}, features.sum() * 0.0
         for step in range(self.steps):
             # Of the first step's keys a query sees those that the target has given, of each later one the entry on its path.
@@ -42,12 +43,11 @@ class EagleTraining(PartTraining):
             chosen = wanted & (entry >= step)
             if not bool(chosen.any()):  # texts shorter than the unrolled steps
                 break
-            hidden = part.stack.norm(states)[chosen]
-            target = soft_targets(batch.last[:, 1:][chosen], part.head)
-            logits = part.logits(hidden)
-            total = total - self.decay**step * (target * logits.log_softmax(-1)).sum(-1).mean()
+            p = target if step == 0 else target[chosen[wanted]]
+            log_q = log_softmax(part.logits(part.stack.norm(states)[chosen]))
+            total = total - self.decay**step * (p * log_q).sum(-1).mean()
             with torch.no_grad():
-                out[f"overlap_{step + 1}"] = overlap(target, logits.softmax(-1)).mean()
-                out[f"hit_{step + 1}"] = (logits.argmax(-1) == target.argmax(-1)).float().mean()
+                out[f"overlap_{step + 1}"] = overlap(p, log_q.exp()).mean()
+                out[f"hit_{step + 1}"] = (log_q.argmax(-1) == p.argmax(-1)).float().mean()
             features = F.pad(states, (0, 0, 1, 0))[:, :-1]
         return {"loss": total, **out}

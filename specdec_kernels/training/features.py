@@ -7,7 +7,6 @@ appears complete or not at all, so an interrupted run goes on with the first tha
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..decoding.forward import ModelForward
-from .texts import Text
+from .texts import Text, in_dtype
 
 _TEXTS = 256
 _TOKENS = 2048  # of a forward
@@ -51,7 +50,7 @@ def compute(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    forward = ModelForward(target if dtype in (None, target.dtype) else copy.deepcopy(target).to(dtype))
+    forward = ModelForward(in_dtype(target, dtype))
     forward.check_taps("features", taps)
     meta = {"taps": list(taps), "target": _target(target), "dtype": str(dtype or target.dtype).removeprefix("torch.")}
     path = folder / "meta.json"

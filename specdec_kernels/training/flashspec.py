@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..decoding.drafters.flashspec import FlashSpecModel
 from .features import FeatureBatch
-from .losses import overlap, soft_targets
+from .losses import log_softmax, overlap, soft_targets
 from .module import PartTraining
 
 
@@ -26,7 +26,7 @@ class FlashSpecTraining(PartTraining):
         place = torch.arange(batch.tokens.shape[1], device=device)
         chosen = (place + 1 >= batch.starts[:, None]) & (place < batch.lengths[:, None])
         hidden = part.finish(part.stack.upper(batch.states, place.expand_as(batch.tokens)))
-        log_q = part.logits(hidden[chosen]).log_softmax(-1)
+        log_q = log_softmax(part.logits(hidden[chosen]))
         p = soft_targets(batch.last[chosen], part.head)
         shared = overlap(p, log_q.exp())
         loss = -(p * log_q).sum(-1).mean() + self.tv * (1 - shared).mean()

@@ -13,7 +13,12 @@ def soft_targets(last: Tensor, head: Tensor) -> Tensor:
 
     last: [n, H], what the LM head reads.
     """
-    return F.linear(last, head).softmax(-1)
+    return F.linear(last, head).float().softmax(-1)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """In float32, whatever autocast made of the logits."""
+    return logits.float().log_softmax(-1)
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:

@@ -13,10 +13,17 @@ import torch
 import transformers
 from torch import nn
 
-from ..decoding.drafters.dspark_part import DSparkPart
-from ..decoding.drafters.eagle import EagleModel
-from ..decoding.drafters.flashspec import FlashSpecModel
-from . import features
+from ..decoding import (
+    DraftModelDrafter,
+    DSparkDrafter,
+    DSparkPart,
+    EagleDrafter,
+    EagleModel,
+    FlashSpecDrafter,
+    FlashSpecModel,
+    load_drafter_part,
+)
+from . import features, held_out
 from .cli import frequent_ids
 from .draft_model import DraftModelTraining
 from .dspark import DSparkTraining
@@ -29,8 +36,10 @@ from .trainer import train
 _SHAPING = {
     "kind", "target", "seed", "epochs", "learning_rate", "tokens_per_step", "held_out", "whole", "draft_vocab",
     "intermediate_size", "taps", "steps", "shared", "adapters", "layers", "hidden_size", "block_size", "markov_rank",
-    "mask_token",
+    "mask_token", "bf16",
 }  # fmt: skip
+
+_DRAFTERS: dict[str, Any] = {"eagle": EagleDrafter, "dspark": DSparkDrafter, "flashspec": FlashSpecDrafter}
 
 
 def build(options, target, draft_ids: list[int] | None) -> tuple[nn.Module, tuple[int, ...]]:
@@ -65,21 +74,17 @@ def train_drafter(options, target, tokenizer, texts: list[Text], command: str) -
         raise ValueError(f"train: --public must be another folder than --out, got {out} for both")
     out.mkdir(parents=True, exist_ok=True)
     vocab = target.get_output_embeddings().weight.shape[0]
-    held = max(1, round(options.held_out * len(texts)))
-    if held >= len(texts):
-        raise ValueError(
-            f"train: --held-out must leave texts to train on, got {options.held_out} of {len(texts)} texts"
-        )
+    trained, held = held_out.split(texts, options.held_out)
     # Parts are trained in float32, whatever the target runs in; its states are its own.
     exact = target if target.dtype == torch.float32 else copy.deepcopy(target).float()
-    model, taps = build(options, exact, frequent_ids(texts[held:], options.draft_vocab, vocab))
+    model, taps = build(options, exact, frequent_ids([texts[i] for i in trained], options.draft_vocab, vocab))
     folder = features.compute(target, texts, taps, options.features or out / "features")
     common: dict[str, Any] = {"hidden_size": target.config.get_text_config(decoder=True).hidden_size}
     batches = features.FeatureBatches(
         folder,
         taps,
         tokens=options.tokens_per_step,
-        texts=range(held, len(texts)),
+        texts=trained,
         seed=options.seed,
         whole=options.whole,
         **common,
@@ -90,19 +95,24 @@ def train_drafter(options, target, tokenizer, texts: list[Text], command: str) -
     begin = perf_counter()
     train(
         model, batches, out, epochs=options.epochs, learning_rate=options.learning_rate, seed=options.seed,
-        save_steps=options.save_steps,
+        save_steps=options.save_steps, bf16=options.bf16,
     )  # fmt: skip
     seconds = perf_counter() - begin
-    report = evaluate(model, features.FeatureBatches(folder, taps, texts=range(held), **common))
+    report = evaluate(model, features.FeatureBatches(folder, taps, texts=held, **common))
     about = {
-        "command": command, "seed": options.seed, "texts": len(texts), "held_out": held,
+        "command": command, "seed": options.seed, "texts": len(texts), "trained": len(trained), "held_out": len(held),
         "tokens": sum(len(t.tokens) - t.start for t in texts), "texts_sha256": _digest(texts), "figures": report,
         "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
+    kept = [texts[i] for i in held]
     if options.kind == "draft-model":
         model.model.save_pretrained(out)
+        report |= held_out.decode(target, DraftModelDrafter(model.model), kept)
         (out / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     else:
+        # Decoded is what the file holds, rounded as it is; then its figures are written beside it.
+        model.part.save(out, dtype=options.dtype, about=about, tokenizer=tokenizer)
+        report |= held_out.decode(target, _DRAFTERS[options.kind](load_drafter_part(out, target)), kept)
         model.part.save(out, dtype=options.dtype, about=about, tokenizer=tokenizer)
         if options.kind == "dspark" and options.public:
             model.part.model.save(options.public)
@@ -125,12 +135,16 @@ def _same_run(out: Path, options: dict[str, str], digest: str) -> None:
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, batches: features.FeatureBatches) -> dict[str, float]:
-    """Means over batches of what the training logs."""
+    """What the training logs, over all batches: means by their numbers of trained tokens."""
     total: dict[str, float] = {}
+    tokens = 0
     for i in range(len(batches)):
-        for name, value in model(batches[i]).items():
-            total[name] = total.get(name, 0.0) + float(value) / len(batches)
-    return {name: round(value, 4) for name, value in total.items()}
+        batch = batches[i]
+        count = int((batch.lengths - batch.starts).sum())
+        tokens += count
+        for name, value in model(batch).items():
+            total[name] = total.get(name, 0.0) + float(value) * count
+    return {name: round(value / tokens, 4) for name, value in total.items()}
 
 
 def _digest(texts: list[Text]) -> str:

@@ -12,6 +12,7 @@ Own data: `--data` takes the same lines, {"text": ...}, {"messages": [{"role": .
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import random
 import sysconfig
@@ -28,7 +29,6 @@ SOURCES = ("self", "code", "docs", "source")
 #: Share of the tokens that each source gives.
 MIX = {"self": 0.55, "code": 0.2, "docs": 0.15, "source": 0.1}
 
-_BATCH = 64
 _QUESTION, _ANSWER = 64, 160  # most new tokens
 _PROMPT = 256  # most tokens of a prompt
 _ATTEMPTS = 5
@@ -62,6 +62,11 @@ class Text:
     tokens: list[int]
     start: int
     source: str
+
+
+def in_dtype(target, dtype: torch.dtype | None):
+    """The target, or a copy of it in another dtype."""
+    return target if dtype is None or target.dtype == dtype else copy.deepcopy(target).to(dtype)
 
 
 def read(path: Path | str, tokenizer=None, max_tokens: int = 512) -> list[Text]:
@@ -123,16 +128,19 @@ def write(path: Path | str, texts: list[Text]) -> None:
 
 
 def generate(
-    target, tokenizer, path: Path | str, tokens: int, *, seed: int = 0, mix: dict[str, float] | None = None
-) -> None:
+    target, tokenizer, path: Path | str, tokens: int, *, seed: int = 0, mix: dict[str, float] | None = None,
+    dtype: torch.dtype | None = None, batch: int = 64,
+) -> None:  # fmt: skip
     """Appends texts by the target to `path` until it has `tokens` trained tokens (those from `start` on); resumes a file that
     has some. Half of the answers are greedy, half are sampled at temperature 0.8. Shows a progress bar.
+
+    dtype: to run the target in; None: its own · batch: prompts that are answered at once.
     """
     from tqdm.auto import tqdm
 
     path, mix = Path(path), MIX if mix is None else mix
     made = _made(path)
-    writer = _Writer(target, tokenizer, seed)
+    writer = _Writer(in_dtype(target, dtype), tokenizer, seed, batch)
     with tqdm(total=tokens, initial=sum(made.values()), unit="tok", desc=path.name) as bar:
         while sum(made.values()) < tokens:
             # The source that is furthest behind its share; its seed says how far it has come.
@@ -166,8 +174,9 @@ def _made(path: Path) -> dict[str, int]:
 
 
 class _Writer:
-    def __init__(self, target, tokenizer, seed: int):
+    def __init__(self, target, tokenizer, seed: int, batch: int):
         self.decoder, self.tokenizer, self.seed = SpeculativeDecoder(target), tokenizer, seed
+        self.size = batch
         template = tokenizer.apply_chat_template(
             [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
         )
@@ -184,10 +193,13 @@ class _Writer:
             return self._answers(self._questions(rng), rng, source)
         if source == "code":
             self.functions = self.functions or sorted(_functions())
-            tasks, pieces = _CODE_TASKS, ["```python\n" + rng.choice(self.functions) + "\n```" for _ in range(_BATCH)]
+            tasks, pieces = (
+                _CODE_TASKS,
+                ["```python\n" + rng.choice(self.functions) + "\n```" for _ in range(self.size)],
+            )
         elif source == "docs":
             self.passages = self.passages or sorted(_passages())
-            tasks, pieces = _DOCS_TASKS, [rng.choice(self.passages) for _ in range(_BATCH)]
+            tasks, pieces = _DOCS_TASKS, [rng.choice(self.passages) for _ in range(self.size)]
         elif source == "source":
             self.functions = self.functions or sorted(_functions())
             ids = [self._encode(rng.choice(self.functions)) for _ in range(8)]
@@ -201,8 +213,8 @@ class _Writer:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def _questions(self, rng: random.Random) -> list[list[int]]:
-        ids = torch.tensor([self.before] * _BATCH, device=self.decoder.forward.device)
-        params = SamplingTensors.create(temperature=0.9, top_p=0.95, seed=rng.getrandbits(31), batch_size=_BATCH)
+        ids = torch.tensor([self.before] * self.size, device=self.decoder.forward.device)
+        params = SamplingTensors.create(temperature=0.9, top_p=0.95, seed=rng.getrandbits(31), batch_size=self.size)
         result = self.decoder.generate(ids, params=params, max_new_tokens=_QUESTION, eos=[self.end])
         return [t[:-1] for t in result.tokens if t[-1] == self.end and len(t) > 4]
 

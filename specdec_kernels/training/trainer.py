@@ -67,9 +67,11 @@ class PartTrainer(transformers.Trainer):
 
 def train(
     model: nn.Module, batches: FeatureBatches, out: Path | str, *, epochs: float, learning_rate: float, seed: int = 0,
-    save_steps: int = 200, progress: bool = True,
+    save_steps: int = 200, progress: bool = True, bf16: bool = False,
 ) -> None:  # fmt: skip
     """Trains `model.part`, keeping checkpoints in `out`/checkpoints; goes on from the newest whole one.
+
+    bf16: matrix products in bfloat16 (autocast); weights, losses and the optimizer stay in float32.
 
     Raises FloatingPointError naming step and batch where the loss is not finite; the checkpoints stay.
     """
@@ -79,7 +81,7 @@ def train(
         lr_scheduler_type="cosine", warmup_steps=round(0.05 * epochs * len(batches)), weight_decay=0.01, max_grad_norm=1.0, seed=seed, data_seed=seed,
         save_strategy="steps", save_steps=save_steps, save_total_limit=2, logging_steps=50, report_to=[],
         remove_unused_columns=False, disable_tqdm=not progress, use_cpu=next(model.parameters()).device.type == "cpu",
-        dataloader_pin_memory=False,
+        dataloader_pin_memory=False, bf16=bf16,
     )  # fmt: skip
     model.train()
     PartTrainer(model, batches, args).train(resume_from_checkpoint=newest_checkpoint(folder))

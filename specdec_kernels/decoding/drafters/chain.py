@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ... import Nucleus, SamplingTensors, sample
-from ...eager._rows import GREEDY_BELOW
 from .base import DraftBatch, DraftContext, Drafter
 from .chains import chain_rows, gather_chains, proposal_keys
 
@@ -24,7 +23,7 @@ class ChainDrafter(Drafter):
     _greedy = False
 
     def _begin_chains(self, params: SamplingTensors) -> None:
-        self._greedy = not bool((params.temperature >= GREEDY_BELOW).any())
+        self._greedy = bool(params.greedy.all())
 
     @abstractmethod
     def _start(self, context: DraftContext) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ... import Nucleus, SamplingTensors, markov_step, schedule_lengths
-from ...eager._rows import GREEDY_BELOW
 from ..cache import RowCache, check_cache
 from ..dspark_forward import DSparkForward
 from ..dspark_model import DSparkModel
@@ -16,6 +15,7 @@ from ..transfers import on_device
 from .base import DraftBatch, DraftContext, Drafter, StepOutcome
 from .chains import chain_rows, gather_chains, proposal_keys
 from .dspark_part import DSparkPart
+from .pending_states import PendingStates
 
 SCHEDULES = ("threshold", "budget", "throughput")
 
@@ -80,8 +80,7 @@ class DSparkDrafter(Drafter):
         self._target_to_draft = model.target_to_draft()
         self._tables = model.markov_tables()
         self._greedy = False
-        self._pending: list[tuple[list[int], Tensor]] = []
-        self._prompts: list[int] | None = None
+        self._pending = PendingStates("DSparkDrafter", ())
         self._cache: RowCache | None = None
 
     def check_target(self, target) -> None:
@@ -96,40 +95,24 @@ class DSparkDrafter(Drafter):
         self._cache = self.forward.new_cache(
             len(prompts), max_tokens + self.model.config.block_size, self.cache, self.page_size
         )
-        self._greedy = not bool((params.temperature >= GREEDY_BELOW).any())
-        self._pending, self._prompts = [], [len(p) for p in prompts]
+        self._greedy = bool(params.greedy.all())
+        self._pending = PendingStates("DSparkDrafter", prompts)
 
     @torch.inference_mode()
     def observe(self, outcome: StepOutcome) -> None:
-        counts = self._prompts if self._prompts is not None else [n + 1 for n in outcome.accepted]
-        self._prompts = None
-        if outcome.hidden is None or outcome.hidden.shape[0] != sum(counts):
-            got = None if outcome.hidden is None else list(outcome.hidden.shape)
-            raise ValueError(f"DSparkDrafter: outcome.hidden must be [{sum(counts)}, T * H], got {got}")
-        self._pending.append((counts, outcome.hidden))
+        self._pending.add(outcome)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         assert self._cache is not None
         self._cache.select_rows(rows)
-        kept = []
-        for counts, hidden in self._pending:
-            starts = [sum(counts[:r]) for r in rows]
-            index = [i for r, start in zip(rows, starts, strict=True) for i in range(start, start + counts[r])]
-            chosen = on_device(index, torch.int64, hidden.device)
-            kept.append(([counts[r] for r in rows], hidden.index_select(0, chosen)))
-        self._pending = kept
+        self._pending.select_rows(rows)
 
     def _take_in(self) -> RowCache:
         """The cache, with the context of every committed token."""
         assert self._cache is not None
-        if self._pending:
-            counts, states = self._pending[0]
-            if len(self._pending) > 1:
-                parts = [part.split(n) for n, part in self._pending]
-                states = torch.cat([part[row] for row in range(len(counts)) for part in parts])
-                counts = [sum(column) for column in zip(*(n for n, _ in self._pending), strict=True)]
-            self.forward.append(states, counts, self._cache)
-            self._pending = []
+        pending = self._pending.take()
+        if pending is not None:
+            self.forward.append(*pending, self._cache)
         return self._cache
 
     @torch.inference_mode()

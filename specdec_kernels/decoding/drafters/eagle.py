@@ -17,6 +17,7 @@ from ..transfers import on_device, padded_on_device
 from .base import DraftBatch, DraftContext, StepOutcome
 from .chain import ChainDrafter
 from .part import DraftPart
+from .pending_states import PendingStates
 
 
 class EagleModel(DraftPart):
@@ -93,36 +94,29 @@ class EagleDrafter(ChainDrafter):
         self.cache, self.page_size = check_cache("EagleDrafter", cache, page_size), page_size
         self.calls = 0
         self.forward = StackForward(model.stack)
-        self._fc = self.forward.linear(model.fc.weight)
-        self._fuse = self.forward.linear(model.fuse.weight) if len(self.taps) > 1 else model.fuse
-        self._head = self.forward.linear(model.head)
+        self._fc = self.forward.linear(lambda: model.fc.weight)
+        self._fuse = self.forward.linear(lambda: model.fuse.weight) if len(self.taps) > 1 else model.fuse
+        self._head = self.forward.linear(lambda: model.head)
 
     def check_target(self, target) -> None:
         if target is not self.model.target:
             raise ValueError("EagleDrafter: target must be the model's own, got another one")
 
     def begin(self, prompts: Sequence[Sequence[int]], params: SamplingTensors, max_tokens: int) -> None:
+        self.forward.refresh()
         self._begin_chains(params)
         spare = 64 if self.trees else 16
         self._cache: RowCache = self.forward.new_cache(
             len(prompts), max_tokens + spare, self.cache, page_size=self.page_size
         )
-        #: Features of each row that the layer has not read yet.
-        self._features: list[Tensor] = []
-        self._counts = [len(p) for p in prompts]
+        self._pending = PendingStates("EagleDrafter", prompts)
 
     def observe(self, outcome: StepOutcome) -> None:
-        assert outcome.hidden is not None
-        counts = self._counts or [a + 1 for a in outcome.accepted]
-        new = self._fuse(outcome.hidden).split(counts)
-        self._features = (
-            [torch.cat(pair) for pair in zip(self._features, new, strict=True)] if self._features else [*new]
-        )
-        self._counts = []
+        self._pending.add(outcome)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self._cache.select_rows(rows)
-        self._features = [self._features[r] for r in rows]
+        self._pending.select_rows(rows)
 
     def propose(self, context: DraftContext) -> DraftBatch | None:
         if max(context.budgets, default=0) == 0:
@@ -147,14 +141,15 @@ class EagleDrafter(ChainDrafter):
 
     def _last(self, context: DraftContext) -> Tensor:
         """Reads the pairs that the target has given since the last time; states [B, H] of each row's last one."""
-        counts = [len(f) for f in self._features]
+        pending = self._pending.take()
+        assert pending is not None  # each step gives states of a token of every request
+        states, counts = pending
         tokens = padded_on_device(
             [t[len(t) - n :] for t, n in zip(context.tokens, counts, strict=True)], self.forward.device
         )
         embeddings = self.model.embed(tokens)
-        features = nn.utils.rnn.pad_sequence(self._features, batch_first=True)
+        features = nn.utils.rnn.pad_sequence(self._fuse(states).split(counts), batch_first=True)
         states = self._read(embeddings, features, counts).view(*tokens.shape, -1)
-        self._features = [f[:0] for f in self._features]
         return torch.stack([states[b, n - 1] for b, n in enumerate(counts)])
 
     def _start(self, context: DraftContext) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..draft_stack import DraftStack, StackForward
-from ..forward import ForwardOutput
+from ..forward import ForwardOutput, ModelForward
 from ..masks import wanted_rows
 from ..packed import PackedForward
 from .draft_model import DraftModelDrafter
@@ -77,20 +77,25 @@ class FlashSpecModel(DraftPart):
 class _Forward:
     """What `DraftModelDrafter` asks of a model, of a `FlashSpecModel`."""
 
-    def __init__(self, model: FlashSpecModel, shared: PackedForward | None):
+    def __init__(self, model: FlashSpecModel):
         self.model = model
-        ready = () if shared is None or not shared.fits else shared.layers[: model.options["shared"]]
-        self.stack = StackForward(model.stack, ready)
+        #: The target's forward: where it is packed, so are the shared layers.
+        self.target: ModelForward | None = None
+        self.stack = StackForward(model.stack, self._shared)
         self.device, self.vocab_size = self.stack.device, len(model.head)
         linear = self.stack.linear
-        self._squeeze, self._widen = linear(model.squeeze.weight), linear(model.widen.weight)
-        self._head = linear(model.head)
+        self._squeeze, self._widen = linear(lambda: model.squeeze.weight), linear(lambda: model.widen.weight)
+        self._head = linear(lambda: model.head)
+
+    def _shared(self) -> list:
+        packed = isinstance(self.target, PackedForward) and self.target.fits
+        return self.target.layers[: self.model.options["shared"]] if packed else []
 
     def new_cache(self, *args, **options):
         return self.stack.new_cache(*args, **options)
 
     def refresh(self) -> None:
-        pass
+        self.stack.refresh()
 
     def __call__(self, tokens: Tensor, counts: list[int], cache, *, last_only: bool = False) -> ForwardOutput:
         states = self.stack(self.model.embed(tokens), counts, cache)
@@ -118,13 +123,11 @@ class FlashSpecDrafter(DraftModelDrafter):
     ):  # fmt: skip
         self.model = model
         self._last_id = model.vocab_size - 1
-        forward = _Forward(model, None)
-        self._set_up(forward, model.target_to_draft(), cache, page_size, budget, sinks, block_size)
+        self._set_up(_Forward(model), model.target_to_draft(), cache, page_size, budget, sinks, block_size)
 
     def check_target(self, target) -> None:
         if target is not self.model.target:
             raise ValueError("FlashSpecDrafter: target must be the model's own, got another one")
 
     def attach(self, forward) -> None:
-        # The shared layers are packed once for both.
-        self.forward = _Forward(self.model, forward if isinstance(forward, PackedForward) else None)
+        self.forward.target = forward

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import target_to_draft_from_d2t
+from ..weight_stamp import WeightStamp
 
 _FORMAT = 1
 _TARGET = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -56,7 +57,7 @@ class DraftPart(nn.Module):
             self.register_buffer("draft_ids", ids.to(target.device))
         else:
             self.draft_ids = None
-        self._head: Tensor | None = None
+        self._head: tuple[WeightStamp, Tensor] | None = None
 
     @property
     def target(self):
@@ -74,12 +75,13 @@ class DraftPart(nn.Module):
     @property
     def head(self) -> Tensor:
         """The LM head's rows of the ids that can be drafted, [Vd, H]."""
-        weight = self.target.get_output_embeddings().weight.detach()
-        if self.draft_ids is None:
-            return weight
-        if self._head is None:
-            self._head = weight.index_select(0, self.draft_ids)
-        return self._head
+        weight = self.target.get_output_embeddings().weight
+        stamp = WeightStamp([weight])
+        if self._head is None or self._head[0] != stamp:
+            with torch.inference_mode(False):  # training reads them too
+                rows = weight.detach()
+                self._head = stamp, rows if self.draft_ids is None else rows.index_select(0, self.draft_ids)
+        return self._head[1]
 
     def target_to_draft(self) -> Tensor | None:
         """What the ops take for a reduced vocabulary; None for all ids."""
