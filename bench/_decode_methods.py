@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from specdec_kernels import SamplingTensors
-from specdec_kernels.decoding import Drafter, SpecDecodeStats, SpeculativeDecoder
+from specdec_kernels.decoding import Drafter, SpeculativeDecoder
 from specdec_kernels.demo import drafters
 
-_log = logging.getLogger(__name__)
+from ._decode_method import Method, Result, calls_of, ends_of
+from ._decode_peers import peers
 
 GENERATE = "generate"
 PLAIN = "ours, plain"
 
 
-@dataclass
-class Result:
-    """tokens: of each row · calls: target forwards, the prefill included · stats: of ours."""
-
-    tokens: list[list[int]]
-    calls: int
-    stats: SpecDecodeStats | None = None
-
-
-@dataclass
-class Method:
-    """run(ids, mask, temperature, new tokens, seed) · batches: whether it takes more than one row."""
-
-    name: str
-    run: Callable[[Tensor, Tensor, float, int, int], Result]
-    batches: bool = True
-    decoder: SpeculativeDecoder | None = None
-
-
-def make_methods(model, names: list[str] | None, parts: Path | None, num_draft: int, max_nodes: int) -> list[Method]:
+def make_methods(
+    model, tokenizer, names: list[str] | None, parts: Path | None, num_draft: int, max_nodes: int
+) -> list[Method]:
     """All methods that can run here, or those of `names` besides the two plain ones."""
     hf = _Transformers(model)
     plain = SpeculativeDecoder(model)
@@ -60,6 +40,7 @@ def make_methods(model, names: list[str] | None, parts: Path | None, num_draft: 
         if not (drafter.trees or drafter.block_size or drafter.chooses_length):
             auto = SpeculativeDecoder(model, make(), num_draft="auto", forward=plain.forward)
             methods.append(Method(f"{name}, auto", _ours(auto), decoder=auto))
+    methods += peers(model, tokenizer, num_draft, names)
     if names:
         known = [m.name for m in methods]
         if missing := [n for n in names if n not in known]:
@@ -69,31 +50,21 @@ def make_methods(model, names: list[str] | None, parts: Path | None, num_draft: 
 
 
 class _Transformers:
-    """`model.generate`, its target forwards counted."""
+    """`model.generate`."""
 
     def __init__(self, model):
-        self.model, self.calls = model, 0
-
-    def _count(self, _module, _args) -> None:
-        self.calls += 1
+        self.model = model
 
     def run(self, ids, mask, temperature, tokens, seed, **options) -> Result:
         torch.manual_seed(seed)
-        self.calls = 0
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        # A hook that stayed would keep the packed forward from being used.
-        hook = self.model.register_forward_pre_hook(self._count)
-        try:
+        with calls_of(self.model) as calls:
             output = self.model.generate(ids, attention_mask=mask, max_new_tokens=tokens, **sampling, **options)
-        finally:
-            hook.remove()
-        ends = self.model.generation_config.eos_token_id
-        ends = {ends} if isinstance(ends, int) else set(ends or ())
-        rows = []
+        ends, rows = ends_of(self.model), []
         for row in output[:, ids.shape[1] :].tolist():
             end = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
             rows.append(row[: end + 1])
-        return Result(rows, self.calls)
+        return Result(rows, len(calls))
 
 
 def _ours(decoder: SpeculativeDecoder):

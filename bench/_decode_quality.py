@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from ._decode_methods import Method
+from ._decode_method import Method
 
 
 @torch.inference_mode()

@@ -21,7 +21,8 @@ from specdec_kernels.decoding.cost_model import CostModel
 from specdec_kernels.demo.compare import table
 
 from . import _decode_quality
-from ._decode_methods import GENERATE, PLAIN, Method, make_methods
+from ._decode_method import Method
+from ._decode_methods import GENERATE, PLAIN, make_methods
 from ._decode_prompts import PROMPTS
 from ._environment import SCHEMA, environment
 
@@ -224,7 +225,7 @@ def main(argv=None) -> int:
     transformers.utils.logging.disable_progress_bar()
     machine = environment()
     model, tokenizer = load_target(options.target)
-    methods = make_methods(model, options.methods, options.parts, options.num_draft, options.max_nodes)
+    methods = make_methods(model, tokenizer, options.methods, options.parts, options.num_draft, options.max_nodes)
     document = {
         "schema": SCHEMA, "bench": "decode", "environment": machine, "target": options.target or "SmolLM2-135M-Instruct",
         "settings": {

@@ -1,16 +1,22 @@
 """`python -m bench.decode` on a tiny target: every method runs, the figures are what they say, pages are drawn."""
 
+import importlib.util
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.smollm2_fixture import tiny, transformers
+from tests.smollm2_fixture import assert_same_text, tiny, transformers
 from tests.test_demo import tiny_model
 from tests.test_trained_drafters import flashspec
 
-from bench import _decode_quality, decode  # isort: skip
-from bench._decode_methods import GENERATE, PLAIN, Method, Result, make_methods  # isort: skip
+from bench import _decode_peers, _decode_quality, decode  # isort: skip
+from bench._decode_method import Method, Result  # isort: skip
+from bench._decode_methods import GENERATE, PLAIN, make_methods  # isort: skip
+from bench._decode_peers import FLASHSPEC_LOOKUP, VLLM, VLLM_LOOKUP  # isort: skip
+from specdec_kernels import SamplingTensors  # isort: skip
 from specdec_kernels.decoding import EagleModel, PackedForward  # isort: skip
 
 
@@ -27,14 +33,17 @@ def test_every_method(tmp_path, capsys):
     decode.main([*options, "--batch", "2", "--methods", "lookup tree", "flashspec", "--temperatures", "0.8"])
     batch = json.loads(output.read_text())["cells"][0]["methods"]
     assert set(batch) == {GENERATE, PLAIN, "lookup tree", "flashspec"} and batch["flashspec"]["kind"] == "blocks"
-    decode.main([*options, "--batch", "1"])
+    others = [FLASHSPEC_LOOKUP] if importlib.util.find_spec("flashspec") else []
+    every = [*others, "generate, prompt lookup", "generate, assisted", "lookup", "lookup tree", "eagle tree", "eagle chain"]
+    every += ["eagle chain, auto", "flashspec", "flashspec, no blocks", "flashspec, no blocks, auto", "draft model"]
+    decode.main([*options, "--batch", "1", "--methods", *every, "draft model, auto"])
     document = json.loads(output.read_text())
     assert [(c["batch"], c["temperature"]) for c in document["cells"]] == [(1, 0.0), (1, 0.8)]
     ours = {
         "lookup", "lookup tree", "eagle tree", "eagle chain", "eagle chain, auto", "flashspec", "flashspec, no blocks",
         "flashspec, no blocks, auto", "draft model", "draft model, auto",
     }  # fmt: skip
-    one = {GENERATE, PLAIN, "generate, prompt lookup", "generate, assisted"} | ours
+    one = {GENERATE, PLAIN, "generate, prompt lookup", "generate, assisted", *others} | ours
     for cell in document["cells"]:
         assert set(cell["methods"]) == one
         assert cell["methods"][GENERATE]["speedup"] == 1.0
@@ -61,13 +70,57 @@ def decode_pages(output):
 def test_counting_forwards_leaves_the_fast_path(tmp_path):
     """A hook on the target that stayed would keep the packed forward from being used, and everything would be slow."""
     model = tiny("llama")
-    methods = make_methods(model, ["lookup"], tmp_path, 3, 4)
+    methods = make_methods(model, None, ["lookup"], tmp_path, 3, 4)
     ids = torch.tensor([[1, 2, 3]])
     for method in (*methods, methods[1]):
         assert method.run(ids, torch.ones_like(ids), 0.0, 4, 0).calls > 0
     forward = methods[1].decoder.forward
     forward.refresh()
     assert isinstance(forward, PackedForward) and forward.fits
+
+
+def test_lookup_of_pypi_flashspec():
+    """It says what plain greedy decoding says, and its target forwards are counted."""
+    pytest.importorskip("flashspec")
+    model = tiny("llama", scale=0.3)
+    (method,) = _decode_peers.peers(model, None, 3, [FLASHSPEC_LOOKUP])
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    got = method.run(ids, torch.ones_like(ids), 0.0, 12, 0)
+    methods = make_methods(model, None, [], None, 3, 4)
+    want = methods[1].run(ids, torch.ones_like(ids), 0.0, 12, 0)
+    assert_same_text(model, ids[0].tolist(), got.tokens[0], want.tokens[0], SamplingTensors.create(temperature=0.0), 0)
+    assert 1 <= got.calls <= len(got.tokens[0]) + 1
+    assert len(method.run(ids, torch.ones_like(ids), 0.8, 6, 1).tokens[0]) <= 6
+
+
+def test_vllm_is_counted_by_what_it_accepted(tmp_path, monkeypatch):
+    """Against an engine that says what vLLM does: requests one by one, and forwards are tokens less accepted drafts."""
+    asked = []
+
+    class LLM:
+        def __init__(self, **options):
+            self.options, self.accepted = options, 0
+
+        def get_metrics(self):
+            return [SimpleNamespace(name="vllm:spec_decode_num_accepted_tokens", value=self.accepted)]
+
+        def generate(self, prompts, params, use_tqdm):
+            asked.append((prompts, params))
+            self.accepted += 6
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(1, 2, 3, 4))]) for _ in prompts]
+
+    fake = SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: options, __spec__=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    model = tiny("llama")
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    plain, ngram = _decode_peers.peers(model, tokenizer, 5, [VLLM, VLLM_LOOKUP])
+    assert (plain.name, ngram.name) == (VLLM, VLLM_LOOKUP)
+    ids, mask = torch.tensor([[0, 7, 8], [4, 5, 6]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    result = ngram.run(ids, mask, 0.8, 4, 11)
+    assert result.tokens == [[1, 2, 3, 4]] * 2 and result.calls == 1
+    prompts, params = asked[0]
+    assert [p["prompt_token_ids"] for p in prompts] == [[7, 8], [4, 5, 6]]
+    assert [p["seed"] for p in params] == [11, 12] and params[0]["max_tokens"] == 4
 
 
 def test_prediction_by_hand():

@@ -93,8 +93,9 @@ def test_features_go_on_and_refuse_others(prepared, tmp_path, monkeypatch):
     features.compute(model, written, (1,), tmp_path)
     assert made == ["00001.safetensors", "00002.safetensors"], "the shard that grew, and the new one"
     assert len(FeatureBatches(tmp_path, (0, 1), hidden_size=32).places) == 24
-    with pytest.raises(ValueError, match=r"other features: taps is \[0, 1\], not \[-1\]"):
-        features.compute(model, written, (-1,), tmp_path)
+    features.compute(model, written, (-1, 0), tmp_path)  # -1 is always there
+    with pytest.raises(ValueError, match=r"other features: taps is \[1\], not \[0\]"):
+        features.compute(model, written, (0,), features.compute(model, written[:2], (1, -1), tmp_path / "one"))
     tuned = copy.deepcopy(model)
     with torch.no_grad():
         tuned.model.layers[1].mlp.down_proj.weight.add_(0.01)
@@ -103,11 +104,15 @@ def test_features_go_on_and_refuse_others(prepared, tmp_path, monkeypatch):
             features.compute(other, written, (1,), tmp_path)
     with pytest.raises(ValueError, match="other features: dtype is float32, not bfloat16"):
         features.compute(model, written, (1,), tmp_path, dtype=torch.bfloat16)
+    half = tmp_path / "half"
+    features.compute(model, written[:8], (1,), half, dtype=torch.bfloat16)
+    features.compute(model, written, (1,), half)  # in the folder's dtype
+    assert json.loads((half / "meta.json").read_text())["dtype"] == "bfloat16" and made[-1] == "00002.safetensors"
     with pytest.raises(ValueError, match=r"00000.safetensors: holds other features: of other texts"):
         features.compute(model, written[1:], (1,), tmp_path)
 
 
-@pytest.mark.parametrize("taps", [(1,), (0, 1)])
+@pytest.mark.parametrize("taps", [(1,), (0, 1), (-1,), (-1, 0)])
 def test_eagle_is_trained_as_it_drafts(prepared, taps, monkeypatch):
     """The unrolled steps' logits are those of drafting: step s goes on from its own states of the s tokens before."""
     model, written, folder = prepared

@@ -43,19 +43,26 @@ def compute(
     target, texts: Sequence[Text], taps: Sequence[int], folder: Path | str, *, dtype: torch.dtype | None = None
 ) -> Path:
     """Fills the folder with the states of all texts, with a progress bar; what is there already is kept. A folder that has the
-    states of more taps serves as well, and one of the first of these texts gets the others. dtype: to run the target in; None: its
-    own.
+    states of more taps serves as well, and one of the first of these texts gets the others. dtype: to run the target in; None: the
+    folder's, of a new one the target's own.
 
     Raises ValueError where the folder holds the states of other texts, of too few taps or of another target.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "meta.json"
+    kept = json.loads(path.read_text()) if path.exists() else None
+    if kept is not None and dtype is None:
+        dtype = getattr(torch, str(kept.get("dtype")), None)
     forward = ModelForward(in_dtype(target, dtype))
     forward.check_taps("features", taps)
+    taps = [tap for tap in taps if tap != -1]  # those are kept anyway
     meta = {"taps": list(taps), "target": _target(target), "dtype": str(dtype or target.dtype).removeprefix("torch.")}
-    path = folder / "meta.json"
-    if path.exists():
-        kept = json.loads(path.read_text())
+    if kept is None:
+        work = path.with_suffix(f".{os.getpid()}")
+        work.write_text(json.dumps(meta))
+        os.replace(work, path)
+    else:
         if set(taps) <= set(kept["taps"]):
             taps = meta["taps"] = kept["taps"]
         for name in meta:
@@ -63,10 +70,6 @@ def compute(
                 raise ValueError(
                     f"{folder}: holds other features: {name} is {kept.get(name)}, not {meta[name]}; name another folder"
                 )
-    else:
-        work = path.with_suffix(f".{os.getpid()}")
-        work.write_text(json.dumps(meta))
-        os.replace(work, path)
     from tqdm.auto import tqdm
 
     with tqdm(total=sum(len(t.tokens) for t in texts), unit="tok", desc="hidden states") as bar:
@@ -151,7 +154,7 @@ class FeatureBatches(Dataset):
         from safetensors import safe_open
 
         kept = json.loads((Path(folder) / "meta.json").read_text())["taps"]
-        self.hidden_size, self.columns = hidden_size, [kept.index(tap) for tap in taps]
+        self.hidden_size, self.columns = hidden_size, [kept.index(tap) if tap != -1 else -1 for tap in taps]
         self.files, self.places = [], []
         for path in sorted(Path(folder).glob("*.safetensors")):
             file = safe_open(str(path), "pt")
