@@ -34,7 +34,15 @@ def test_every_method(tmp_path, capsys):
     batch = json.loads(output.read_text())["cells"][0]["methods"]
     assert set(batch) == {GENERATE, PLAIN, "lookup tree", "flashspec"} and batch["flashspec"]["kind"] == "blocks"
     others = [FLASHSPEC_LOOKUP] if importlib.util.find_spec("flashspec") else []
-    every = [*others, "generate, prompt lookup", "generate, assisted", "lookup", "lookup tree", "eagle tree", "eagle chain"]
+    every = [
+        *others,
+        "generate, prompt lookup",
+        "generate, assisted",
+        "lookup",
+        "lookup tree",
+        "eagle tree",
+        "eagle chain",
+    ]
     every += ["eagle chain, auto", "flashspec", "flashspec, no blocks", "flashspec, no blocks, auto", "draft model"]
     decode.main([*options, "--batch", "1", "--methods", *every, "draft model, auto"])
     document = json.loads(output.read_text())

@@ -276,7 +276,7 @@ def test_speculation_pauses_where_it_does_not_pay():
     # Costs as measured would be, instead of what this machine's other work makes of them.
     decoder.costs.record = lambda *args: None
     decoder.costs.wants_plain = lambda *args: False
-    decoder.costs.relative = lambda batch, drafts: 1.0 + 0.2 * drafts
+    decoder.costs.relative = lambda batch, drafts, depth=None: 1.0 + 0.2 * drafts
     result = decoder.generate(ids, params=params, max_new_tokens=120)
     assert result.stats.fallbacks >= 1
     assert result.stats.plain_steps > 0.5 * result.stats.target_calls

@@ -69,9 +69,16 @@ class AutoLength:
             rates.append(before)
         return rates
 
-    def choose(self, costs: StepCosts, batch: int) -> int:
-        """The best length by the costs of this batch size; `most` before any is known, to learn them."""
+    def choose(self, costs: StepCosts, batch: int, nodes: int | None = None) -> int:
+        """The best length by the costs of this batch size; `most` before any is known, to learn them.
+
+        nodes: of a tree, whose depth is chosen; the number of its nodes is taken to be the same for all.
+        """
         if costs.step(batch, 1) is None:
             return self.most
-        model = CostModel(self.acceptance(), lambda d: costs.step(batch, d) or 1.0, lambda d: costs.draft(batch, d))
+        model = CostModel(
+            self.acceptance(),
+            lambda d: costs.step(batch, d if nodes is None else nodes) or 1.0,
+            lambda d: costs.draft(batch, d if nodes is None else nodes, d),
+        )
         return model.best(self.most)

@@ -56,7 +56,7 @@ class SpeculativeDecoder:
         target: a transformers causal LM that `ModelForward` supports.
         drafter: proposes tokens; None decodes plainly through the same code.
         num_draft: most drafts per row and step, of a tree on one path; "auto": of up to 8 as many as gain most by the costs and
-            acceptances measured so far (`CostModel`), for chains whose drafter does not choose by itself.
+            acceptances measured so far (`CostModel`), for drafters that do not choose by themselves.
         max_nodes: most drafts of a row's tree.
         rule: for chains "token", "block" or "coupled", for trees "target_only" or "coupled"; "auto": "coupled" for deterministic
             drafters, where it accepts as often, else "token" or "target_only". Under "coupled" the text depends on the seed alone, not on drafter, draft lengths or pauses, up to
@@ -115,9 +115,11 @@ class SpeculativeDecoder:
             raise ValueError(f"SpeculativeDecoder: rule must be {must}, got {rule!r}")
         self.target = target
         self.drafter = drafter
-        if auto and (not adaptive or trees or (drafter is not None and drafter.block_size is not None)):
-            got = "adaptive=False" if not adaptive else "a drafter of trees" if trees else "a drafter with a block_size"
-            raise ValueError(f'SpeculativeDecoder: num_draft "auto" is for adaptive decoding of chains, got {got}')
+        if auto and (not adaptive or (drafter is not None and drafter.block_size is not None)):
+            got = "adaptive=False" if not adaptive else "a drafter with a block_size"
+            raise ValueError(
+                f'SpeculativeDecoder: num_draft "auto" is for adaptive decoding with drafts made at once, got {got}'
+            )
         self.num_draft: int = _AUTO if isinstance(num_draft, str) else num_draft
         choose = auto and drafter is not None and not drafter.chooses_length
         self.length = AutoLength(self.num_draft) if choose else None

@@ -30,10 +30,12 @@ class StepCosts:
         self._without_drafts: dict[int, int] = defaultdict(int)
         self._patience: dict[int, int] = defaultdict(lambda: _RETRY_AFTER[0])
 
-    def record(self, batch: int, drafts: int, target_seconds: float, draft_seconds: float = 0.0) -> None:
+    def record(
+        self, batch: int, drafts: int, target_seconds: float, draft_seconds: float = 0.0, depth: int | None = None
+    ) -> None:
         """One step of `batch` requests with at most `drafts` drafts each.
 
-        target_seconds: of forward and verification, > 0 · draft_seconds: of the proposal.
+        target_seconds: of forward and verification, > 0 · draft_seconds: of the proposal · depth: the longest path, of trees.
         """
         before, seconds = self._last.get(batch, (drafts, target_seconds))
         self._last[batch] = drafts, target_seconds
@@ -52,7 +54,7 @@ class StepCosts:
             self._without_drafts[batch] = 0
             if batch in self._since_plain:
                 self._since_plain[batch] += 1
-            self._proposals[batch, drafts].append(draft_seconds / target_seconds)
+            self._proposals[batch, drafts if depth is None else depth].append(draft_seconds / target_seconds)
             if before == 0:
                 self._compare(batch, drafts, target_seconds / seconds)
 
@@ -72,17 +74,18 @@ class StepCosts:
         """Whether the next step should have drafts, whatever is known of their cost."""
         return self._without_drafts[batch] >= self._patience[batch]
 
-    def relative(self, batch: int, drafts: int) -> float | None:
+    def relative(self, batch: int, drafts: int, depth: int | None = None) -> float | None:
         """Cost of a step with `drafts` drafts over that of one without; None before any has been compared.
 
-        A count that has not been compared itself lies on the line through its neighbours that have (0 drafts cost 1).
+        A count that has not been compared itself lies on the line through its neighbours that have (0 drafts cost 1). The
+        proposal of a tree costs by its depth.
         """
         step = self.step(batch, drafts)
-        return None if step is None else step * (1.0 + self._proposal(batch, drafts))
+        return None if step is None else step + self.draft(batch, drafts, depth)
 
-    def draft(self, batch: int, drafts: int) -> float:
+    def draft(self, batch: int, drafts: int, depth: int | None = None) -> float:
         """The part of `relative` that the proposal has."""
-        return (self.step(batch, drafts) or 1.0) * self._proposal(batch, drafts)
+        return (self.step(batch, drafts) or 1.0) * self._proposal(batch, drafts if depth is None else depth)
 
     def _proposal(self, batch: int, drafts: int) -> float:
         """Cost of a proposal over that of its own step's forward: between those that were measured, none for no drafts."""

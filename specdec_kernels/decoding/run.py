@@ -109,7 +109,7 @@ class Run:
         self.cache.rollback([n - a for n, a in zip(counts, accepted, strict=True)])
         stats.record(counts, accepted, tree and tree.depths)
         if self.decoder.adaptive:
-            self._account(counts, accepted, t3 - t1, t1 - t0)
+            self._account(counts, accepted, tree and tree.depths, t3 - t1, t1 - t0)
         emitted = self._emit(emitted)
         self._observe(emitted, counts, accepted, output.taps, paths)
         emitted = self._finish(emitted)
@@ -126,7 +126,7 @@ class Run:
         judged = decoder.adaptive and not costs.wants_drafts(batch)
         most = decoder.num_draft
         if decoder.length is not None and judged:
-            most = decoder.length.choose(costs, batch)
+            most = decoder.length.choose(costs, batch, decoder.max_nodes if self.drafter.trees else None)
         # The last token of a row needs no draft behind it: a row with one token to go takes none.
         budgets = [min(most, row.limit - len(row.tokens) - 1) for row in self.rows]
         if max(budgets) <= 0:
@@ -253,13 +253,22 @@ class Run:
                     self.drafter.select_rows(keep)
         return emitted
 
-    def _account(self, counts: list[int], accepted: list[int], target_seconds: float, draft_seconds: float) -> None:
+    def _account(
+        self,
+        counts: list[int],
+        accepted: list[int],
+        depths: list[int] | None,
+        target_seconds: float,
+        draft_seconds: float,
+    ) -> None:
+        """depths: of trees."""
         costs, batch, longest = self.decoder.costs, len(self.rows), max(counts)
-        costs.record(batch, longest, target_seconds, draft_seconds)
+        depth = max(depths) if depths is not None else longest
+        costs.record(batch, longest, target_seconds, draft_seconds, depth)
         if longest:
             if self.decoder.length is not None:
-                self.decoder.length.record(counts, accepted)
-            self.watch.record(sum(accepted) / batch, costs.relative(batch, longest))
+                self.decoder.length.record(counts if depths is None else depths, accepted)
+            self.watch.record(sum(accepted) / batch, costs.relative(batch, longest, depth))
         elif draft_seconds > _NOTICED * target_seconds:
             # A drafter that worked and proposed nothing costs as well; a lookup's glance does not count.
             self.watch.record(0.0, 1.0 + draft_seconds / target_seconds)
