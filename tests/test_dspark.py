@@ -112,7 +112,9 @@ def test_drafts_are_those_of_the_network(tmp_path, keys, cache):
     steps without drafts in between, rows that leave, and drafts cut off by confidence."""
     target, params = tiny("llama", scale=0.2), sampling(3, top_p=0.9)
     model, config, tensors = drafter_of(tmp_path, target, flat=0.1, **keys)
-    drafter = DSparkDrafter(model, cache=cache, page_size=4, schedule="threshold", threshold=0.05)
+    drafter = DSparkDrafter(
+        model, cache=cache, page_size=4, schedule="threshold", threshold=0.05, matmul_dtype=torch.float32
+    )
     seen, propose = recorded(drafter), drafter.propose
     step = iter(range(1000))
     drafter.propose = lambda context: None if next(step) % 4 in (1, 2) else propose(context)
@@ -289,6 +291,7 @@ def test_states_that_are_missing(tmp_path):
         ({"verify_budget": 3}, "verify_budget must be .* None without, got 3"),
         ({"schedule": "budget", "verify_budget": True}, "verify_budget must be .*, got True"),
         ({"packed": "yes"}, 'packed must be True, False or "auto"'),
+        ({"matmul_dtype": "bf16"}, "matmul_dtype must be None, torch.float32 or torch.bfloat16, got bf16"),
         ({"cache": "flat"}, "DSparkDrafter: cache must be one of ragged, paged, got 'flat'"),
         ({"page_size": 0}, "page_size must be an int >= 1"),
     ],

@@ -51,7 +51,7 @@ def close(got, expected, limit=2e-5):
 def test_block_over_the_cache_is_the_block_from_scratch(tmp_path, kind, packed, cache):
     """Rows of different lengths take in context in uneven pieces; a block between them leaves no trace; a row leaves."""
     model, config, tensors = drafter_of(tmp_path, tiny("llama"), **KINDS[kind])
-    forward = DSparkForward(model, packed)
+    forward = DSparkForward(model, packed, torch.float32)
     kept = forward.new_cache(3, 4, cache, 4)
     texts, anchors = [[] for _ in range(3)], [5, 40, 63]
     for step, counts in enumerate([[4, 1, 7], [1, 3, 2], [2, 2], [1, 1]]):
@@ -110,7 +110,9 @@ def test_logits_are_head_and_bias(tmp_path, reduced):
     expected = 0.5 * (h.double() @ t["lm_head.weight"].T + w1 @ t["markov_head.markov_w2.weight"].T)
     torch.testing.assert_close(model.block_logits(h, before).double(), expected, rtol=1e-5, atol=1e-5)
     for packed in (True, False):
-        torch.testing.assert_close(DSparkForward(model, packed).logits(h), model.base_logits(h), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            DSparkForward(model, packed, torch.float32).logits(h), model.base_logits(h), rtol=1e-5, atol=1e-5
+        )
     features = torch.cat([h.double(), w1], -1)
     expected = (features @ t["confidence_head.proj.weight"].T + t["confidence_head.proj.bias"])[:, 0]
     torch.testing.assert_close(model.confidence_logits(h, before).double(), expected, rtol=1e-5, atol=1e-5)
@@ -122,7 +124,7 @@ def test_logits_are_head_and_bias(tmp_path, reduced):
 
 def test_packed_copy_follows_the_weights(tmp_path):
     model, config, tensors = drafter_of(tmp_path, tiny("llama"))
-    forward = DSparkForward(model, True)
+    forward = DSparkForward(model, True, torch.float32)
     with torch.no_grad():
         model.layers[1].mlp.up_proj.weight.mul_(1.5)
     tensors["layers.1.mlp.up_proj.weight"] = tensors["layers.1.mlp.up_proj.weight"] * 1.5

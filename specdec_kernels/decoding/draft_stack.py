@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .cache import RowCache
 from .caches import new_cache
 from .masks import Masks, TreeShape, row_positions
-from .packed_layers import MAX_ROWS, PackedLayers, PackedLinear, PackedNorm, unfit_layers
+from .packed_layers import MAX_ROWS, PackedLayers, PackedLinear, PackedNorm, drafting_dtype, unfit_layers
 from .support import UnsupportedModel
 from .weight_stamp import WeightStamp
 
@@ -118,9 +118,15 @@ class StackForward:
     Args:
         stack: the layers.
         ready: gives the first layers packed already, as many as there are.
+        matmul_dtype: of the packed matrices; None: `drafting_dtype`.
     """
 
-    def __init__(self, stack: DraftStack, ready: Callable[[], Sequence[Any]] = tuple):
+    def __init__(
+        self, stack: DraftStack, ready: Callable[[], Sequence[Any]] = tuple, matmul_dtype: torch.dtype | None = None
+    ):
+        if matmul_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"drafter: matmul_dtype must be None, torch.float32 or torch.bfloat16, got {matmul_dtype}")
+        self.matmul_dtype = matmul_dtype or drafting_dtype()
         self.stack, self.config, self.device = stack, stack.config, next(stack.parameters()).device
         self.dtype = next(stack.parameters()).dtype
         kinds = getattr(self.config, "layer_types", None)
@@ -152,11 +158,11 @@ class StackForward:
         if self._layers is not None and self._stamp == stamp and _same(self._packed_layers, ready):
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._layers = PackedLayers(decoder.layers, decoder.rotary_emb, self.config, ready)
+            self._layers = PackedLayers(decoder.layers, decoder.rotary_emb, self.config, ready, self.matmul_dtype)
             self.norm = PackedNorm(self.stack.norm)
             for linear, weight in zip(self._linears, weights, strict=True):
                 linear.packed = None  # frees the old copy before the new one is made
-                linear.packed = PackedLinear.of(weight.detach())
+                linear.packed = PackedLinear.of(weight.detach(), self.matmul_dtype)
         self._stamp, self._packed_layers = stamp, ready
 
     def new_cache(self, batch_size: int, capacity: int, kind: str = "ragged", **options) -> RowCache:

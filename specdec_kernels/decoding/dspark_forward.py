@@ -11,7 +11,7 @@ from torch import Tensor
 from .cache import RowCache
 from .caches import new_cache
 from .dspark_model import DSparkModel
-from .packed_layers import MAX_ROWS, PackedLayers, PackedLinear, PackedNorm
+from .packed_layers import MAX_ROWS, PackedLayers, PackedLinear, PackedNorm, drafting_dtype
 from .transfers import on_device
 from .weight_stamp import WeightStamp
 
@@ -27,12 +27,17 @@ class DSparkForward:
     Args:
         model: the drafter.
         packed: "auto" packs where it fits, True requires it, False leaves torch's own.
+        matmul_dtype: of the packed matrices; None: `drafting_dtype`.
     """
 
-    def __init__(self, model: DSparkModel, packed: bool | str = "auto"):
+    def __init__(self, model: DSparkModel, packed: bool | str = "auto", matmul_dtype: torch.dtype | None = None):
         if packed not in (True, False, "auto"):
             raise ValueError(f'DSparkDrafter: packed must be True, False or "auto", got {packed!r}')
-        self.model, self.packed = model, packed
+        if matmul_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"DSparkDrafter: matmul_dtype must be None, torch.float32 or torch.bfloat16, got {matmul_dtype}"
+            )
+        self.model, self.packed, self.matmul_dtype = model, packed, matmul_dtype or drafting_dtype()
         self._stamp: WeightStamp | None = None
         self._packed: _Packed | None = None
         self.refresh()
@@ -67,7 +72,7 @@ class DSparkForward:
         if self._stamp != stamp:
             self._packed = None  # frees the old copy before the new one is made
             with torch.inference_mode(False), torch.no_grad():
-                self._packed = _Packed(model)
+                self._packed = _Packed(model, self.matmul_dtype)
         self._stamp = stamp
 
     def _unfit(self, tensors: list[Tensor]) -> str | None:
@@ -139,20 +144,22 @@ class DSparkForward:
 class _Packed:
     """The packed matrices of a drafter."""
 
-    def __init__(self, model: DSparkModel):
+    def __init__(self, model: DSparkModel, dtype: torch.dtype):
         backbone = model.config.backbone
         self._rotary = model.rotary
         self._heads, self._dim = backbone.num_key_value_heads, backbone.head_dim
         layers: list[Any] = list(model.layers)
         attentions = [layer.self_attn for layer in layers]
-        self._fc, self._norm = PackedLinear(model.fc), PackedNorm(model.hidden_norm)
-        self._kv = PackedLinear(*(m for a in attentions for m in (a.k_proj, a.v_proj)))
+        self._fc, self._norm = PackedLinear(model.fc, dtype=dtype), PackedNorm(model.hidden_norm)
+        self._kv = PackedLinear(*(m for a in attentions for m in (a.k_proj, a.v_proj)), dtype=dtype)
         self._key_norms = [PackedNorm(a.k_norm) for a in attentions]
         self._sign = torch.ones(self._dim)
         self._sign[: self._dim // 2] = -1
-        self._layers = PackedLayers(layers, lambda x, position_ids: model.rotary(x, position_ids), backbone)
+        self._layers = PackedLayers(
+            layers, lambda x, position_ids: model.rotary(x, position_ids), backbone, dtype=dtype
+        )
         self._final_norm = PackedNorm(model.norm)
-        self.head = PackedLinear.of(model.head().detach())
+        self.head = PackedLinear.of(model.head().detach(), dtype)
 
     def context_kv(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """`DSparkModel.context_kv` of states [B * n, T * Ht]."""

@@ -21,29 +21,40 @@ MAX_ROWS = 128
 """Tokens of a forward up to which packed matrices are used."""
 
 
-class PackedLinear:
-    """y = x W^T + b with W [N, K] packed once for few rows of x. Costs a second copy of W."""
+def drafting_dtype() -> torch.dtype:
+    """What a drafter multiplies in unless told otherwise: bfloat16 where this processor has instructions for it. Few rows take
+    as long as reading the weights does, and a draft that rounding changes is verified like any other."""
+    native = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    return torch.bfloat16 if native else torch.float32
 
-    def __init__(self, *linears: nn.Linear):
+
+class PackedLinear:
+    """y = x W^T + b, float32, with W [N, K] packed once for few rows of x. Costs a second copy of W, in `dtype`, to which x is
+    rounded as well; sums are in float32."""
+
+    def __init__(self, *linears: nn.Linear, dtype: torch.dtype = torch.float32):
         weight = torch.cat([m.weight.detach() for m in linears]) if len(linears) > 1 else linears[0].weight.detach()
         bias = [m.bias.detach() for m in linears if m.bias is not None]
         if bias and len(bias) != len(linears):
             bias = [m.bias.detach() if m.bias is not None else m.weight.new_zeros(m.out_features) for m in linears]
-        self._pack(weight, torch.cat(bias) if bias else None)
+        self._pack(weight, torch.cat(bias) if bias else None, dtype)
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """From W [N, K] and b [N] themselves."""
+    def of(cls, weight: Tensor, dtype: torch.dtype = torch.float32) -> PackedLinear:
+        """From W [N, K] itself."""
         self = cls.__new__(cls)
-        self._pack(weight, bias)
+        self._pack(weight, None, dtype)
         return self
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.bias = bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), MAX_ROWS)
+    def _pack(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.bias = bias if bias is None else bias.to(dtype)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), MAX_ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if self.dtype is torch.float32:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.packed, self.bias, "none", [], "").float()
 
 
 class PackedNorm:
@@ -59,33 +70,41 @@ class PackedNorm:
 
 
 class _Layer:
-    def __init__(self, layer: Any):
+    def __init__(self, layer: Any, dtype: torch.dtype):
         attention, mlp = layer.self_attn, layer.mlp
         self.norm1 = PackedNorm(layer.input_layernorm)
-        self.qkv = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype)
         head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.q_norm, self.k_norm = (PackedNorm(m) if m is not None else None for m in head_norms)
-        self.out = PackedLinear(attention.o_proj)
+        self.out = PackedLinear(attention.o_proj, dtype=dtype)
         self.scale = attention.scaling
         self.norm2 = PackedNorm(layer.post_attention_layernorm)
-        self.gate_up = PackedLinear(mlp.gate_proj, mlp.up_proj)
+        self.gate_up = PackedLinear(mlp.gate_proj, mlp.up_proj, dtype=dtype)
         self.act = mlp.act_fn
-        self.down = PackedLinear(mlp.down_proj)
+        self.down = PackedLinear(mlp.down_proj, dtype=dtype)
 
 
 class PackedLayers:
     """Decoder layers of a Llama, Mistral, Qwen2 or Qwen3, packed. `unfit_layers` says what cannot be.
 
-    layers, rotary: of the base model · config: its text config · packed: the first layers, where another one has packed them.
+    layers, rotary: of the base model · config: its text config · packed: the first layers, where another one has packed them · dtype: of the matrices
+    of the others (`PackedLinear`).
     """
 
-    def __init__(self, layers: Sequence[Any], rotary: Any, config, packed: Sequence[_Layer] = ()):
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        rotary: Any,
+        config,
+        packed: Sequence[_Layer] = (),
+        dtype: torch.dtype = torch.float32,
+    ):
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._rotary = rotary
         self._sign = torch.ones(self._dim)
         self._sign[: self._dim // 2] = -1
-        self.layers = [*packed, *(_Layer(layer) for layer in layers[len(packed) :])]
+        self.layers = [*packed, *(_Layer(layer, dtype) for layer in layers[len(packed) :])]
 
     def __call__(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: RowCache, taps: Sequence[int] = ()

@@ -42,6 +42,9 @@ class DSparkDrafter(Drafter):
         threshold: in (0, 1].
         verify_budget: drafts per step in all, >= 1.
         packed: "auto" packs the matrices in float32 on the CPU (`DSparkForward`), True requires it, False does not.
+        matmul_dtype: of the packed matrices in float32 models on the CPU, torch.float32 or torch.bfloat16; None: bfloat16 where the
+            processor multiplies it natively. It changes drafts, not the law of the text; a seed's text under rules "token" and
+            "block" depends on it as on all that drafts do.
         cache, page_size: of the drafter's context, as in `SpeculativeDecoder`.
 
     Raises:
@@ -51,7 +54,7 @@ class DSparkDrafter(Drafter):
 
     def __init__(
         self, model: DSparkModel | DSparkPart, *, schedule: str | None = None, threshold: float = 0.3, verify_budget: int | None = None,
-        packed: bool | str = "auto", cache: str = "ragged", page_size: int = 16,
+        packed: bool | str = "auto", matmul_dtype: torch.dtype | None = None, cache: str = "ragged", page_size: int = 16,
     ):  # fmt: skip
         if isinstance(model, DSparkPart):
             model = model.model
@@ -76,7 +79,7 @@ class DSparkDrafter(Drafter):
         self.taps = model.config.target_layer_ids
         self.chooses_length = schedule is not None
         self.calls = 0
-        self.forward = DSparkForward(model, packed)
+        self.forward = DSparkForward(model, packed, matmul_dtype)
         self._target_to_draft = model.target_to_draft()
         self._tables = model.markov_tables()
         self._greedy = False

@@ -75,12 +75,16 @@ class EagleDrafter(ChainDrafter):
         model: the trained part; its target is the one to be decoded.
         tree: see above.
         top_k: nodes of a level, and children of a node.
+        matmul_dtype: of the packed matrices in float32 models on the CPU, torch.float32 or torch.bfloat16; None: bfloat16 where the
+            processor multiplies it natively. It changes drafts, not the law of the text; a seed's text under rules "token" and
+            "block" depends on it as on all that drafts do.
         cache, page_size: as in `SpeculativeDecoder`.
     """
 
     def __init__(
-        self, model: EagleModel, *, tree: bool = True, top_k: int = 4, cache: str = "ragged", page_size: int = 16
-    ):
+        self, model: EagleModel, *, tree: bool = True, top_k: int = 4, matmul_dtype: torch.dtype | None = None,
+        cache: str = "ragged", page_size: int = 16,
+    ):  # fmt: skip
         if not isinstance(top_k, int) or not 1 <= top_k <= 32:
             raise ValueError(f"EagleDrafter: top_k must be an int in 1..32, got {top_k!r}")
         if tree and top_k > len(model.head):
@@ -93,7 +97,7 @@ class EagleDrafter(ChainDrafter):
         self.target_to_draft = model.target_to_draft()
         self.cache, self.page_size = check_cache("EagleDrafter", cache, page_size), page_size
         self.calls = 0
-        self.forward = StackForward(model.stack)
+        self.forward = StackForward(model.stack, matmul_dtype=matmul_dtype)
         self._fc = self.forward.linear(lambda: model.fc.weight)
         self._fuse = self.forward.linear(lambda: model.fuse.weight) if len(self.taps) > 1 else model.fuse
         self._head = self.forward.linear(lambda: model.head)

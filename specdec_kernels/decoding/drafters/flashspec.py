@@ -6,6 +6,7 @@ something else.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -77,11 +78,11 @@ class FlashSpecModel(DraftPart):
 class _Forward:
     """What `DraftModelDrafter` asks of a model, of a `FlashSpecModel`."""
 
-    def __init__(self, model: FlashSpecModel):
+    def __init__(self, model: FlashSpecModel, matmul_dtype: torch.dtype | None):
         self.model = model
         #: The target's forward: where it is packed, so are the shared layers.
         self.target: ModelForward | None = None
-        self.stack = StackForward(model.stack, self._shared)
+        self.stack = StackForward(model.stack, self._shared, matmul_dtype)
         self.device, self.vocab_size = self.stack.device, len(model.head)
         linear = self.stack.linear
         self._squeeze, self._widen = linear(lambda: model.squeeze.weight), linear(lambda: model.widen.weight)
@@ -114,16 +115,21 @@ class FlashSpecDrafter(DraftModelDrafter):
     Args:
         model: the trained part; its target is the one to be decoded.
         block_size: drafts that are verified together; None: a step drafts `num_draft` tokens, then verifies them all.
+        matmul_dtype: of the own layers' and the head's packed matrices in float32 models on the CPU, torch.float32 or torch.bfloat16; None: bfloat16 where the
+            processor multiplies it natively. It changes drafts, not the law of the text; a seed's text under rules "token" and
+            "block" depends on it as on all that drafts do.
         cache, page_size, budget, sinks: as in `DraftModelDrafter`.
     """
 
     def __init__(
-        self, model: FlashSpecModel, *, block_size: int | None = 2, cache: str = "ragged", page_size: int = 16,
+        self, model: FlashSpecModel, *, block_size: int | None = 2, matmul_dtype: torch.dtype | None = None, cache: str = "ragged", page_size: int = 16,
         budget: int | None = None, sinks: int = 0,
     ):  # fmt: skip
         self.model = model
         self._last_id = model.vocab_size - 1
-        self._set_up(_Forward(model), model.target_to_draft(), cache, page_size, budget, sinks, block_size)
+        self._set_up(
+            _Forward(model, matmul_dtype), model.target_to_draft(), cache, page_size, budget, sinks, block_size
+        )
 
     def check_target(self, target) -> None:
         if target is not self.model.target:
