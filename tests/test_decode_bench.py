@@ -87,14 +87,14 @@ def test_counting_forwards_leaves_the_fast_path(tmp_path):
     assert isinstance(forward, PackedForward) and forward.fits
 
 
-def test_lookup_of_pypi_flashspec():
+def test_lookup_of_pypi_flashspec(tmp_path):
     """It says what plain greedy decoding says, and its target forwards are counted."""
     pytest.importorskip("flashspec")
     model = tiny("llama", scale=0.3)
     (method,) = _decode_peers.peers(model, None, 3, [FLASHSPEC_LOOKUP])
     ids = torch.tensor([[5, 6, 7, 5, 6]])
     got = method.run(ids, torch.ones_like(ids), 0.0, 12, 0)
-    methods = make_methods(model, None, [], None, 3, 4)
+    methods = make_methods(model, None, [], tmp_path, 3, 4)
     want = methods[1].run(ids, torch.ones_like(ids), 0.0, 12, 0)
     assert_same_text(model, ids[0].tolist(), got.tokens[0], want.tokens[0], SamplingTensors.create(temperature=0.0), 0)
     assert 1 <= got.calls <= len(got.tokens[0]) + 1

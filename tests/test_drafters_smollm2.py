@@ -1,5 +1,7 @@
 """Every drafter that the package ships decodes the real model exactly: greedy, with a seed, and in law."""
 
+import json
+
 import pytest
 import torch
 from scipy import stats
@@ -41,6 +43,19 @@ def pytest_generate_tests(metafunc):
         }  # fmt: skip
         names = ["lookup", "lookup tree", *(form for part in shipped for form in forms[part])]
         metafunc.parametrize("name", names)
+
+
+def test_shipped():
+    """The parts, each below 8 MB and with its own account of how it was made."""
+    shipped = sorted(path.name for path in drafters.SHIPPED.iterdir())
+    assert shipped == ["eagle"]
+    for name in shipped:
+        folder = drafters.SHIPPED / name
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+        assert (folder / "model.safetensors").stat().st_size <= 8_000_000
+        about = json.loads((folder / "config.json").read_text())["about"]
+        assert about["command"].startswith(f"python -m specdec_kernels train {name} ")
+        assert {"seed", "texts_sha256", "tokens", "figures"} <= set(about)
 
 
 def test_greedy_and_seeded_texts(world, name):

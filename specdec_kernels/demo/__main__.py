@@ -40,7 +40,7 @@ def _arguments(argv) -> argparse.Namespace:
     parser.add_argument(
         "--parts",
         type=Path,
-        help="folder of trained drafters for the target (default: the package's, which has none yet)",
+        help="folder of trained drafters for the target (default: the package's, without --target)",
     )
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per run")
     parser.add_argument("--num-draft", type=int, default=5, help="most drafts per step")
