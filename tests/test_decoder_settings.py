@@ -136,6 +136,7 @@ def test_nothing_comes_from_the_host_behind_a_forward(monkeypatch):
     monkeypatch.setattr(run_module, "verify_chain", verify)
     decoder.forward = launches(decoder.forward)
     decoder.forward.device, decoder.forward.new_cache = model.device, ModelForward(model).new_cache
+    decoder.forward.vocab_size = 64
     decoder.forward.refresh = lambda: None
     propose = drafter.propose
 
