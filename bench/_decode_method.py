@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,18 +27,6 @@ class Method:
     run: Callable[[Tensor, Tensor, float, int, int], Result]
     batches: bool = True
     decoder: SpeculativeDecoder | None = None
-
-
-@contextlib.contextmanager
-def calls_of(model) -> Iterator[list[None]]:
-    """A list with an element for each forward of the model meanwhile."""
-    calls: list[None] = []
-    # A hook that stayed would keep the packed forward from being used.
-    hook = model.register_forward_pre_hook(lambda _module, _args: calls.append(None))
-    try:
-        yield calls
-    finally:
-        hook.remove()
 
 
 def ends_of(model) -> set[int]:

@@ -9,8 +9,9 @@ import torch
 from specdec_kernels import SamplingTensors
 from specdec_kernels.decoding import Drafter, SpeculativeDecoder
 from specdec_kernels.demo import drafters
+from specdec_kernels.demo.compare import calls_of
 
-from ._decode_method import Method, Result, calls_of, ends_of
+from ._decode_method import Method, Result, ends_of
 from ._decode_peers import peers
 
 GENERATE = "generate"

@@ -9,7 +9,9 @@ import tempfile
 
 import torch
 
-from ._decode_method import Method, Result, calls_of, ends_of
+from specdec_kernels.demo.compare import calls_of
+
+from ._decode_method import Method, Result, ends_of
 
 VLLM, VLLM_LOOKUP = "vLLM", "vLLM, ngram"
 FLASHSPEC_LOOKUP = "PyPI flashspec, lookup"

@@ -124,9 +124,7 @@ class StackForward:
     def __init__(
         self, stack: DraftStack, ready: Callable[[], Sequence[Any]] = tuple, matmul_dtype: torch.dtype | None = None
     ):
-        if matmul_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(f"drafter: matmul_dtype must be None, torch.float32 or torch.bfloat16, got {matmul_dtype}")
-        self.matmul_dtype = matmul_dtype or drafting_dtype()
+        self.matmul_dtype = drafting_dtype(matmul_dtype)
         self.stack, self.config, self.device = stack, stack.config, next(stack.parameters()).device
         self.dtype = next(stack.parameters()).dtype
         kinds = getattr(self.config, "layer_types", None)

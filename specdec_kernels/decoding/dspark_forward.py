@@ -33,11 +33,7 @@ class DSparkForward:
     def __init__(self, model: DSparkModel, packed: bool | str = "auto", matmul_dtype: torch.dtype | None = None):
         if packed not in (True, False, "auto"):
             raise ValueError(f'DSparkDrafter: packed must be True, False or "auto", got {packed!r}')
-        if matmul_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"DSparkDrafter: matmul_dtype must be None, torch.float32 or torch.bfloat16, got {matmul_dtype}"
-            )
-        self.model, self.packed, self.matmul_dtype = model, packed, matmul_dtype or drafting_dtype()
+        self.model, self.packed, self.matmul_dtype = model, packed, drafting_dtype(matmul_dtype)
         self._stamp: WeightStamp | None = None
         self._packed: _Packed | None = None
         self.refresh()

@@ -21,9 +21,13 @@ MAX_ROWS = 128
 """Tokens of a forward up to which packed matrices are used."""
 
 
-def drafting_dtype() -> torch.dtype:
-    """What a drafter multiplies in unless told otherwise: bfloat16 where this processor has instructions for it. Few rows take
-    as long as reading the weights does, and a draft that rounding changes is verified like any other."""
+def drafting_dtype(wanted: torch.dtype | None = None) -> torch.dtype:
+    """What a drafter multiplies in: `wanted`, float32 or bfloat16, or where it is None bfloat16 if this processor has instructions
+    for it. Few rows take as long as reading the weights does, and a draft that rounding changes is verified like any other."""
+    if wanted not in (None, torch.float32, torch.bfloat16):
+        raise ValueError(f"drafter: matmul_dtype must be None, torch.float32 or torch.bfloat16, got {wanted}")
+    if wanted is not None:
+        return wanted
     native = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
     return torch.bfloat16 if native else torch.float32
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from statistics import median
 from time import perf_counter
@@ -64,6 +65,18 @@ class Measurement:
         }  # fmt: skip
 
 
+@contextlib.contextmanager
+def calls_of(model) -> Iterator[list[None]]:
+    """A list with an element for each forward of the model meanwhile."""
+    calls: list[None] = []
+    # A hook that stayed would keep the packed forward from being used.
+    hook = model.register_forward_pre_hook(lambda _module, _args: calls.append(None))
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
 class Comparison:
     """Runs transformers' two methods, our decoder without drafts, and with each drafter.
 
@@ -83,7 +96,7 @@ class Comparison:
         self.ours = {name: SpeculativeDecoder(model, drafter, **options) for name, drafter in drafters.items()}
         self.first = next(iter(drafters))
         self.coupled = SpeculativeDecoder(model, drafters[self.first], rule="coupled", **options)
-        self._runs: dict[str, Callable[[Tensor, Mode, int, int], tuple[int, GenerateResult | None]]] = {
+        self._runs: dict[str, Callable[[Tensor, Mode, int, int], tuple[int, int, GenerateResult | None]]] = {
             BASELINE: self._generate,
             PEER: lambda *a: self._generate(*a, **self.peer),
             PLAIN: lambda *a: self._decode(self.plain, *a),
@@ -91,10 +104,6 @@ class Comparison:
         for name, decoder in self.ours.items():
             self._runs[name] = lambda *a, decoder=decoder: self._decode(decoder, *a)
         self.methods = tuple(self._runs)
-        self._calls = 0
-
-    def _count(self, _module, _args) -> None:
-        self._calls += 1
 
     def warmup(self, prompt: Tensor) -> None:
         """First calls of everything, and the measured step costs."""
@@ -107,34 +116,29 @@ class Comparison:
     def round(self, prompt: Tensor, mode: Mode, tokens: int, seed: int, into: dict[str, Measurement]) -> None:
         """One run of every method, back to back, so that the machine's other load meets them alike."""
         for name in self.methods:
-            self._calls = 0
             begin = perf_counter()
-            count, result = self._runs[name](prompt, mode, tokens, seed)
+            count, calls, result = self._runs[name](prompt, mode, tokens, seed)
             seconds = perf_counter() - begin
             cell = into.setdefault(name, Measurement())
             cell.tokens.append(count)
             cell.seconds.append(seconds)
-            # transformers' count includes the prefill, whose logits give a token as well.
-            cell.calls.append(result.stats.target_calls + 1 if result else self._calls)
+            cell.calls.append(calls)
             if result:
                 cell.stats.append(result.stats)
                 cell.texts.append(result.tokens[0])
 
     def _generate(self, prompt, mode, tokens, seed, **kwargs):
         torch.manual_seed(seed)
-        # A hook that stayed would keep the packed forward from being used.
-        hook = self.model.register_forward_pre_hook(self._count)
-        try:
+        with calls_of(self.model) as calls:
             output = self.model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, **mode.transformers(), **kwargs
             )
-        finally:
-            hook.remove()
-        return output.shape[1] - prompt.shape[1], None
+        return output.shape[1] - prompt.shape[1], len(calls), None
 
     def _decode(self, decoder, prompt, mode, tokens, seed):
         result = decoder.generate(prompt, params=mode.tensors(seed), max_new_tokens=tokens)
-        return result.lengths[0], result
+        # As transformers' count, with the prefill, whose logits give a token as well.
+        return result.lengths[0], result.stats.target_calls + 1, result
 
     def same_seed(self, prompt: Tensor, mode: Mode, tokens: int, seed: int, cells: dict[str, Measurement]) -> str:
         """Whether a seed gives the same text with and without speculation under rule "coupled", as a sentence.
@@ -143,7 +147,7 @@ class Comparison:
         """
         plain, (drafted, stats) = cells[PLAIN].texts[0], (cells[self.first].texts[0], cells[self.first].stats[0])
         if self.ours[self.first].rule != self.coupled.rule:
-            result = self._decode(self.coupled, prompt, mode, tokens, seed)[1]
+            result = self._decode(self.coupled, prompt, mode, tokens, seed)[2]
             drafted, stats = result.tokens[0], result.stats
         if not stats.accepted:
             return f"{len(plain)} tokens, none of them drafted: nothing is shown"

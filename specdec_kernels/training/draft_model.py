@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .features import FeatureBatch
-from .losses import overlap, soft_targets
+from .losses import distillation, soft_targets
 from .module import COPIED
 
 
@@ -64,9 +64,5 @@ class DraftModelTraining(nn.Module):
         chosen = (place + 1 >= batch.starts[:, None]) & (place < batch.lengths[:, None])
         mask = (place < batch.lengths[:, None]).long()
         hidden = self.model.model(batch.tokens, attention_mask=mask, use_cache=False).last_hidden_state
-        log_q = self.model.lm_head(hidden[chosen]).log_softmax(-1)
         p = soft_targets(batch.last[chosen], self._head[0])
-        shared = overlap(p, log_q.exp())
-        loss = -(p * log_q).sum(-1).mean() + self.tv * (1 - shared).mean()
-        hit = (log_q.argmax(-1) == p.argmax(-1)).float().mean()
-        return {"loss": loss, "overlap": shared.mean().detach(), "hit": hit}
+        return distillation(self.model.lm_head(hidden[chosen]), p, self.tv)

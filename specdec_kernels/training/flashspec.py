@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..decoding.drafters.flashspec import FlashSpecModel
 from .features import FeatureBatch
-from .losses import log_softmax, overlap, soft_targets
+from .losses import distillation, soft_targets
 from .module import PartTraining
 
 
@@ -26,9 +26,4 @@ class FlashSpecTraining(PartTraining):
         place = torch.arange(batch.tokens.shape[1], device=device)
         chosen = (place + 1 >= batch.starts[:, None]) & (place < batch.lengths[:, None])
         hidden = part.finish(part.stack.upper(batch.states, place.expand_as(batch.tokens)))
-        log_q = log_softmax(part.logits(hidden[chosen]))
-        p = soft_targets(batch.last[chosen], part.head)
-        shared = overlap(p, log_q.exp())
-        loss = -(p * log_q).sum(-1).mean() + self.tv * (1 - shared).mean()
-        hit = (log_q.argmax(-1) == p.argmax(-1)).float().mean()
-        return {"loss": loss, "overlap": shared.mean().detach(), "hit": hit}
+        return distillation(part.logits(hidden[chosen]), soft_targets(batch.last[chosen], part.head), self.tv)

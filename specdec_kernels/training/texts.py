@@ -193,10 +193,8 @@ class _Writer:
             return self._answers(self._questions(rng), rng, source)
         if source == "code":
             self.functions = self.functions or sorted(_functions())
-            tasks, pieces = (
-                _CODE_TASKS,
-                ["```python\n" + rng.choice(self.functions) + "\n```" for _ in range(self.size)],
-            )
+            tasks = _CODE_TASKS
+            pieces = ["```python\n" + rng.choice(self.functions) + "\n```" for _ in range(self.size)]
         elif source == "docs":
             self.passages = self.passages or sorted(_passages())
             tasks, pieces = _DOCS_TASKS, [rng.choice(self.passages) for _ in range(self.size)]
