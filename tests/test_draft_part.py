@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from tests.smollm2_fixture import tiny
+from tests.smollm2_fixture import tiny, transformers
 from tests.test_trained_drafters import KEPT, eagle, flashspec
 
-from specdec_kernels.decoding import load_drafter_part  # isort: skip
+from specdec_kernels.decoding import FlashSpecModel, load_drafter_part  # isort: skip
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
@@ -82,3 +82,23 @@ def test_tokenizers_are_compared(tmp_path):
     load_drafter_part(tmp_path, model, Tokenizer("a", "b"))
     with pytest.raises(ValueError, match=r"made for a tokenizer with vocabulary .*, got "):
         load_drafter_part(tmp_path, model, Tokenizer("b", "a"))
+
+
+@torch.inference_mode()
+def test_flashspec_starts_as_the_target_without_its_last_layers():
+    """Shared layers and adapters of a new part are the target cut behind them; near its end, the last ones once more."""
+    config = transformers.LlamaConfig(**tiny("llama").config.to_diff_dict() | {"num_hidden_layers": 5})
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.arange(12)[None]
+    for shared, kept in ((1, [0, 1, 2]), (3, [0, 1, 2, 3, 4]), (4, [0, 1, 2, 3, 4, 4])):
+        part = FlashSpecModel(model, shared=shared, adapters=2)
+        x = model.model.embed_tokens(tokens)
+        position = torch.arange(12)[None]
+        rope = model.model.rotary_emb(x, position)
+        mask = torch.full((12, 12), float("-inf")).triu(1)[None, None]
+        for i in kept:
+            x = model.model.layers[i](x, attention_mask=mask, position_ids=position, position_embeddings=rope)
+        want = model.model.norm(x)
+        got = part.finish(part.stack(model.model.embed_tokens(tokens), mask, position))
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

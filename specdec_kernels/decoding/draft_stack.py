@@ -72,12 +72,14 @@ class DraftStack(nn.Module):
             self.decoder.layers[i] = decoder.layers[i]
 
     def start_from(self, target) -> None:
-        """New layers and the norm start as copies of the target's last ones; layers of another size as if they were not there."""
+        """New layers start as copies of the target's, behind shared ones of those that follow there, else of its last ones, and
+        the norm as a copy of its norm; layers of another size start as if they were not there."""
         layers, new_layers = target.get_decoder().layers, self.decoder.layers[self.shared :]
-        last = [layers[max(len(layers) - len(new_layers) + i, 0)] for i in range(len(new_layers))]
+        first = self.shared or max(len(layers) - len(new_layers), 0)
+        given = [layers[min(first + i, len(layers) - 1)] for i in range(len(new_layers))]
         with torch.no_grad():
             self.norm.weight.copy_(target.get_decoder().norm.weight)
-            for new, old in zip(new_layers, last, strict=True):
+            for new, old in zip(new_layers, given, strict=True):
                 state = old.state_dict()
                 if all(state[name].shape == t.shape for name, t in new.state_dict().items()):
                     new.load_state_dict(state)

@@ -248,6 +248,11 @@ class DSparkModel(nn.Module):
 
     # The network.
 
+    @property
+    def frequencies(self) -> Tensor:
+        """Rotations of a head's pairs, float32 [D / 2], in rad a position."""
+        return self._rotary[0].inv_freq
+
     def rotary(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B, n, D] of the positions, in the dtype of x."""
         rotary = self._rotary[0]

@@ -78,6 +78,8 @@ def parser() -> argparse.ArgumentParser:
                 "--taps", type=int, nargs="+", help="layers whose states are read (default: five, spread evenly)"
             )
             one.add_argument("--layers", type=int, default=1)
+            one.add_argument("--heads", type=int, help="attention heads (default: the target's)")
+            one.add_argument("--kv-heads", type=int, help="heads of keys and values (default: as many)")
             one.add_argument("--block-size", type=int, default=7)
             one.add_argument("--markov-rank", type=int, default=32)
             one.add_argument(

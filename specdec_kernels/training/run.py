@@ -27,6 +27,7 @@ from . import features, held_out
 from .cli import frequent_ids
 from .draft_model import DraftModelTraining
 from .dspark import DSparkTraining
+from .dspark_start import start_attention
 from .eagle import EagleTraining
 from .flashspec import FlashSpecTraining
 from .texts import Text
@@ -36,10 +37,15 @@ from .trainer import train
 _SHAPING = {
     "kind", "target", "seed", "epochs", "learning_rate", "tokens_per_step", "held_out", "whole", "draft_vocab",
     "intermediate_size", "taps", "steps", "shared", "adapters", "layers", "hidden_size", "block_size", "markov_rank",
-    "mask_token", "bf16",
+    "mask_token", "bf16", "heads", "kv_heads",
 }  # fmt: skip
 
-_DRAFTERS: dict[str, Any] = {"eagle": EagleDrafter, "dspark": DSparkDrafter, "flashspec": FlashSpecDrafter}
+_DRAFTERS: dict[str, Any] = {
+    "eagle": EagleDrafter,
+    "dspark": DSparkDrafter,
+    # Blocks bound the tokens of a call by their size, whatever the drafter knows.
+    "flashspec": lambda part: FlashSpecDrafter(part, block_size=None),
+}
 
 
 def build(options, target, draft_ids: list[int] | None) -> tuple[nn.Module, tuple[int, ...]]:
@@ -58,13 +64,19 @@ def build(options, target, draft_ids: list[int] | None) -> tuple[nn.Module, tupl
         keys: dict[str, Any] = {
             "mask_token_id": mask, "num_layers": options.layers, "block_size": options.block_size,
             "markov_rank": options.markov_rank, "target_layer_ids": options.taps,
-        }  # fmt: skip
+        } | _heads(options, target)  # fmt: skip
         if options.intermediate_size is not None:
             keys["intermediate_size"] = options.intermediate_size
         dspark = DSparkPart(target, draft_ids=draft_ids, **keys)
         return DSparkTraining(dspark), dspark.taps
     part = FlashSpecModel(target, shared=options.shared, adapters=options.adapters, **common)
     return FlashSpecTraining(part), part.taps
+
+
+def _heads(options, target) -> dict[str, int]:
+    """A drafter of one layer reads a token's state through its values: with fewer key heads than heads they are narrower than it."""
+    heads = options.heads or target.config.get_text_config(decoder=True).num_attention_heads
+    return {"num_attention_heads": heads, "num_key_value_heads": options.kv_heads or heads}
 
 
 def train_drafter(options, target, tokenizer, texts: list[Text], command: str) -> dict:
@@ -92,6 +104,8 @@ def train_drafter(options, target, tokenizer, texts: list[Text], command: str) -
     _same_run(
         out, {name: str(value) for name, value in sorted(vars(options).items()) if name in _SHAPING}, _digest(texts)
     )
+    if options.kind == "dspark":
+        start_attention(model.part.model, batches)
     begin = perf_counter()
     train(
         model, batches, out, epochs=options.epochs, learning_rate=options.learning_rate, seed=options.seed,
