@@ -17,10 +17,8 @@ from ..decoding.dspark_model import DSparkModel
 from .features import FeatureBatches
 
 _BATCHES = 10  # for the statistics
-_FREQUENCY, _WIDTH = (
-    0.1,
-    1.0,
-)  # rotations (rad a token) of the heads that look at the last token, log-normal: scores fall with distance
+# Rotations (rad a token) of the heads that look at the last token, log-normal: scores fall with distance.
+_FREQUENCY, _WIDTH = 0.1, 1.0
 _SLOW = 0.2  # fastest rotation of the heads that look at the anchor
 _SHARP = 6.0  # of q · k: up to slot 7 the last token has e^3 times the weight of the one before it
 _NOISE = 0.1  # of what random weights are left
