@@ -2,8 +2,8 @@
 
 Paired runs: every round runs every method on the same prompts, back to back. Speed-ups are over `generate` of the same round (all
 of a run counts, prefill included); `over plain` is over our own decoder without drafts. Beside them: tokens per target call,
-acceptance by position, where the time goes, what the cost model predicts from costs measured apart, and for sampled text its
-perplexity under the target and two-sample tests against plain sampling. Writes bench/results/decode.json; `--plot` draws it.
+acceptance by position, where the time goes, what the cost model predicts from costs measured apart, for this draft length and for
+the best one, and for sampled text its perplexity under the target and two-sample tests against plain sampling. Writes bench/results/decode.json; `--plot` draws it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from time import perf_counter
 
 import torch
 
-from specdec_kernels.decoding.cost_model import CostModel
 from specdec_kernels.demo.compare import table
 
 from . import _decode_quality
+from ._decode_costs import kind_of, measured_costs, predictions
 from ._decode_method import Method
 from ._decode_methods import GENERATE, PLAIN, make_methods
 from ._decode_prompts import PROMPTS
@@ -65,60 +65,6 @@ def encode(tokenizer, messages: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(r)) + r for r in rows])
     return ids, torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
-
-
-def costs(methods: list[Method], ids: torch.Tensor, mask: torch.Tensor, most: int) -> dict:
-    """Seconds of a forward with n tokens a row, n = 1 .. most + 1, and of a proposal of each method, measured apart from the runs."""
-    decoder = next(m for m in methods if m.name == PLAIN).decoder
-    forward, batch = decoder.forward, len(ids)
-    cache = decoder.new_cache(batch, 256)
-    feed = torch.arange(128 + most + 1).repeat(batch, 1) % forward.vocab_size
-    times = defaultdict(list)
-    with torch.inference_mode():
-        forward(feed[:, :128], [128] * batch, cache, last_only=True)
-        cache.advance([128] * batch)
-        for round_ in range(8):
-            for n in range(1, most + 2):
-                begin = perf_counter()
-                forward(feed[:, 128 : 128 + n], [n] * batch, cache)
-                if round_:
-                    times[n].append(perf_counter() - begin)
-    out = {"forward": {n: median(t) for n, t in times.items()}, "draft": {}}
-    for method in methods:
-        if method.decoder is not None and method.decoder.drafter is not None:
-            stats = method.run(ids, mask, 0.0, 24, 0).stats
-            steps = stats.target_calls - stats.plain_steps
-            out["draft"][method.name] = stats.draft_seconds / steps if steps else 0.0
-    return out
-
-
-def predicted(cell: dict, measured: dict, method: str, num_draft: int, nodes: int) -> float | None:
-    """Speed-up over plain decoding by the cost model: acceptance of the cell, costs measured apart. None for methods that choose
-    lengths by themselves or draft beside the target."""
-    runs = cell["methods"][method]
-    if runs["kind"] not in ("chain", "tree") or method not in measured["draft"]:
-        return None
-    reached, acceptance = 1.0, []
-    for rate in runs["acceptance_by_position"]:
-        acceptance.append(rate / reached if reached else 0.0)
-        reached = rate
-    one = measured["forward"][1]
-    rows = nodes if runs["kind"] == "tree" else num_draft
-    model = CostModel(
-        acceptance, lambda d: measured["forward"][rows + 1] / one, lambda d: measured["draft"][method] / one
-    )
-    return model.speedup(num_draft)
-
-
-def kind_of(method: Method) -> str:
-    drafter = method.decoder.drafter if method.decoder is not None else None
-    if drafter is None:
-        return "other"
-    if drafter.block_size:
-        return "blocks"
-    if drafter.chooses_length or method.decoder.length is not None:
-        return "own lengths"
-    return "tree" if drafter.trees else "chain"
 
 
 def measure(
@@ -189,6 +135,7 @@ def show(cell: dict) -> str:
         "range",
         "over plain",
         "predicted",
+        "best length",
         "tok/call",
         "acceptance by position",
         "draft",
@@ -196,12 +143,13 @@ def show(cell: dict) -> str:
     body = []
     for name, run in cell["methods"].items():
         positions = " ".join(f"{a:.2f}" for a in run.get("acceptance_by_position", [])) or ""
-        guess = run.get("predicted")
+        guess, best = run["predicted"], run["best_draft"]
         body.append(
             [
                 name, f"{run['tokens_per_second']:.1f}", f"{run['speedup']:.2f}x",
                 "{:.2f}-{:.2f}".format(*run["speedup_range"]), f"{run['over_plain']:.2f}x",
-                f"{guess:.2f}x" if guess else "", f"{run['tokens_per_call']:.2f}", positions,
+                f"{guess:.2f}x" if guess else "",
+                "" if best is None else f"{best} ({run['best_predicted']:.2f}x)", f"{run['tokens_per_call']:.2f}", positions,
                 f"{100 * run['time']['draft']:.0f}%" if "time" in run else "",
             ]
         )  # fmt: skip
@@ -244,7 +192,7 @@ def main(argv=None) -> int:
                 if method.decoder is not None and method.decoder.adaptive and method.decoder.drafter is not None:
                     method.decoder.warmup(batch)
         able = [m for m in methods if batch == 1 or m.batches]
-        measured = costs(able, ids, mask, max(options.num_draft, options.max_nodes))
+        measured = measured_costs(able, ids, mask, options.num_draft, options.max_nodes)
         document["costs"][batch] = measured
         for name in options.classes:
             messages = PROMPTS[name][: options.prompts]
@@ -256,7 +204,7 @@ def main(argv=None) -> int:
                 cell = {"class": name, "batch": batch, "temperature": temperature}
                 cell["methods"] = measure(options, able, batches, temperature)
                 for method, run in cell["methods"].items():
-                    run["predicted"] = predicted(cell, measured, method, options.num_draft, options.max_nodes)
+                    run |= predictions(run, measured, method, options.num_draft, options.max_nodes)
                 document["cells"].append(cell)
                 print(f"\n{name}, batch {batch}, {f'T {temperature:g}' if temperature else 'greedy'}")
                 print(show(cell), flush=True)

@@ -13,6 +13,7 @@ from tests.test_demo import tiny_model
 from tests.test_trained_drafters import flashspec
 
 from bench import _decode_peers, _decode_quality, decode  # isort: skip
+from bench._decode_costs import measured_costs, predictions  # isort: skip
 from bench._decode_method import Method, Result  # isort: skip
 from bench._decode_methods import GENERATE, PLAIN, make_methods  # isort: skip
 from bench._decode_peers import FLASHSPEC_LOOKUP, VLLM, VLLM_LOOKUP  # isort: skip
@@ -133,12 +134,36 @@ def test_vllm_is_counted_by_what_it_accepted(tmp_path, monkeypatch):
 
 def test_prediction_by_hand():
     run = {"kind": "chain", "acceptance_by_position": [0.8, 0.4]}
-    cell = {"methods": {"x": run}}
-    measured = {"forward": {1: 2.0, 3: 2.5}, "draft": {"x": 0.5}}
-    want = (1 + 0.8 + 0.4) / (2.5 / 2.0 + 0.25)
-    assert decode.predicted(cell, measured, "x", 2, 9) == pytest.approx(want)
+    costs = {"forward": {1: 2.0, 2: 2.0, 3: 2.5, 4: 6.0}, "draft": {"x": {1: 0.3, 2: 0.5}}}
+    got = predictions(run, costs, "x", 2, 9)
+    want = {1: (1 + 0.8) / (1.0 + 0.15), 2: (1 + 0.8 + 0.4) / (1.25 + 0.25), 3: (1 + 0.8 + 0.4 + 0.2) / (3.0 + 0.35)}
+    assert got == {
+        "predicted": pytest.approx(want[2]), "best_draft": 1, "best_predicted": pytest.approx(max(want.values()))
+    }  # fmt: skip
+    costs["draft"]["x"] = {1: 3.0, 2: 3.0}
+    assert predictions(run, costs, "x", 2, 9) == {
+        "predicted": pytest.approx(2.2 / 2.75), "best_draft": 0, "best_predicted": 1.0
+    }  # fmt: skip
+    # A tree's nodes are as many at any depth, and its levels cost.
+    run["kind"], costs["draft"]["x"] = "tree", {1: 0.1, 2: 0.2}
+    got = predictions(run, costs, "x", 2, 2)
+    assert got["predicted"] == pytest.approx(2.2 / (1.25 + 0.1))
+    tokens = [1.0, 1.8, 2.2, 2.4, 2.5, 2.55]
+    assert got["best_draft"] == max(range(1, 6), key=lambda d: tokens[d] / (1.25 + 0.05 * d))
     run["kind"] = "blocks"
-    assert decode.predicted(cell, measured, "x", 2, 9) is None
+    assert set(predictions(run, costs, "x", 2, 9).values()) == {None}
+
+
+def test_costs_are_measured_by_length(tmp_path):
+    """A proposal of more drafts costs more of a model that drafts one by one, and the decoder is left as it was."""
+    model = tiny("llama")
+    model.save_pretrained(tmp_path / "draft-model")
+    methods = make_methods(model, None, ["draft model", "lookup"], tmp_path, 6, 8)
+    ids = torch.tensor([[1, 2, 3]])
+    costs = measured_costs(methods, ids, torch.ones_like(ids), 6, 8)
+    assert set(costs["forward"]) == set(range(1, 10)) and set(costs["draft"]) == {"draft model"}
+    assert costs["draft"]["draft model"][6] > 1.5 * costs["draft"]["draft model"][1] > 0
+    assert all(m.decoder.num_draft == 6 for m in methods if m.name == "draft model")
 
 
 def test_two_sample_sees_another_law():
