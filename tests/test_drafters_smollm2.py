@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc):
 def test_shipped():
     """The parts, each below 8 MB and with its own account of how it was made."""
     shipped = sorted(path.name for path in drafters.SHIPPED.iterdir())
-    assert shipped == ["dspark", "eagle", "flashspec"]
+    assert shipped == ["eagle", "flashspec"]
     for name in shipped:
         folder = drafters.SHIPPED / name
         assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
