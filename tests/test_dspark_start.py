@@ -8,6 +8,7 @@ import torch
 from tests.smollm2_fixture import tiny
 
 from specdec_kernels.decoding import DSparkPart  # isort: skip
+from specdec_kernels.training.dspark import DSparkTraining  # isort: skip
 from specdec_kernels.training.dspark_start import start_attention  # isort: skip
 from specdec_kernels.training.features import FeatureBatch  # isort: skip
 
@@ -86,3 +87,35 @@ def test_padding_is_not_read():
         made.append(part.tensors())
     for name, tensor in made[0].items():
         assert torch.equal(tensor, made[1][name]), name
+
+
+@torch.no_grad()
+def test_normalisers_are_those_of_each_text():
+    """Kept from when a text was first seen, whatever batch and order it comes in; as without keeping."""
+    model = tiny("llama")
+    torch.manual_seed(0)
+    part = DSparkPart(
+        model, draft_ids=range(0, 40), mask_token_id=63, block_size=4, markov_rank=4, target_layer_ids=[0]
+    )
+    kept = DSparkTraining(part).eval()
+    for chosen in ([0, 1, 2], [2, 0], [3, 1]):
+        batch = text_batch(chosen)
+        place = torch.arange(batch.tokens.shape[1])
+        wanted = (place + 1 >= batch.starts[:, None]) & (place < batch.lengths[:, None])
+        got = kept._log_norm(batch, wanted)
+        want = model.lm_head(batch.last).logsumexp(-1)
+        torch.testing.assert_close(got[wanted], want[wanted], atol=1e-5, rtol=1e-5)
+        fresh = DSparkTraining(part).eval()(batch)
+        for name, value in kept(batch).items():
+            torch.testing.assert_close(value, fresh[name], msg=name)
+
+
+def text_batch(chosen):
+    """Texts of these numbers, each of its own length, start and states."""
+    lengths, starts = torch.tensor([20 + 3 * i for i in chosen]), torch.tensor([1 + 2 * i for i in chosen])
+    tokens, states = torch.zeros(len(chosen), 32, dtype=torch.int64), torch.zeros(len(chosen), 32, 64)
+    for row, i in enumerate(chosen):
+        generator = torch.Generator().manual_seed(i)
+        tokens[row] = torch.randint(63, (32,), generator=generator)
+        states[row] = torch.randn(32, 64, generator=generator)
+    return FeatureBatch(tokens, lengths, starts, states[..., :32], states[..., 32:], chosen)

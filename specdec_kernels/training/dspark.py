@@ -119,27 +119,28 @@ def dspark_loss(
 
 
 class DSparkTraining(PartTraining):
-    """`dspark_loss` of blocks behind random anchors of each text.
+    """`dspark_loss` of blocks behind random anchors of each text, all texts of one folder.
 
-    blocks: anchors of a text in a step · log_norm is computed from the states, a chunk at a time.
+    blocks: anchors of a text in a step · log_norm is computed from the states when a text is first seen, and kept.
     """
 
     def __init__(self, part: DSparkPart, *, blocks: int = 24):
         super().__init__(part)
         self.blocks = blocks
+        self._log_norms: dict[int, Tensor] = {}
 
     def forward(self, batch: FeatureBatch) -> dict[str, Tensor]:
         model, device = self.part.model, batch.tokens.device
         place = torch.arange(batch.tokens.shape[1], device=device)
         trained = (place >= batch.starts[:, None]) & (place < batch.lengths[:, None])
         # A block behind token a predicts a + 1 first. In training anchors are drawn anew at every step.
-        able = torch.nn.functional.pad(trained[:, 1:], (0, 1))
+        able = F.pad(trained[:, 1:], (0, 1))
         score = torch.rand(able.shape, device=device) if self.training else (place * 0.618034 % 1).expand(able.shape)
         count = min(self.blocks, able.shape[1])
         anchors = score.masked_fill(~able, -1.0).topk(count, 1).indices
         # Texts shorter than that repeat an anchor.
         anchors = torch.where(able.gather(1, anchors), anchors, anchors[:, :1])
-        log_norm = self._log_norm(batch, trained)
+        log_norm = self._log_norm(batch, trained | able)
         data = DSparkBatch(batch.tokens, batch.states, batch.last, anchors, trained, log_norm)
         out = dspark_loss(model, data, head=self.part.head)
         figures = {f"accept_{k + 1}": a for k, a in enumerate(out.acceptance)}
@@ -148,13 +149,21 @@ class DSparkTraining(PartTraining):
         }  # fmt: skip
 
     @torch.no_grad()
-    def _log_norm(self, batch: FeatureBatch, trained: Tensor) -> Tensor:
-        """log sum exp of the target's whole rows, where a slot may count."""
-        weight = self.part.target.get_output_embeddings().weight
-        wanted = trained | F.pad(trained[:, 1:], (0, 1))
+    def _log_norm(self, batch: FeatureBatch, wanted: Tensor) -> Tensor:
+        """log sum exp of the target's whole rows, where a slot may count. It takes most of a step's time: every row of the head."""
+        new = [row for row, text in enumerate(batch.texts) if text not in self._log_norms]
+        if new:
+            weight, kind = self.part.target.get_output_embeddings().weight, wanted.device.type
+            if torch.is_autocast_enabled(kind):  # here once, not in every product
+                weight = weight.to(torch.get_autocast_dtype(kind))
+            rows = batch.last[new][wanted[new]]
+            norms = torch.cat(
+                [F.linear(part.to(weight.dtype), weight).float().logsumexp(-1) for part in rows.split(128)]
+            )
+            for row, part in zip(new, norms.split(wanted[new].sum(1).tolist()), strict=True):
+                self._log_norms[batch.texts[row]] = part
         out = batch.last.new_zeros(wanted.shape)
-        rows = batch.last[wanted]
-        out[wanted] = torch.cat([F.linear(part, weight).float().logsumexp(-1) for part in rows.split(512)])
+        out[wanted] = torch.cat([self._log_norms[text] for text in batch.texts])
         return out
 
 
