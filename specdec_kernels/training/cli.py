@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--heads", type=int, help="attention heads (default: the target's)")
             one.add_argument("--kv-heads", type=int, help="heads of keys and values (default: as many)")
             one.add_argument("--block-size", type=int, default=7)
+            one.add_argument("--blocks", type=int, default=24, help="blocks of a text in a step (default: 24)")
             one.add_argument("--markov-rank", type=int, default=32)
             one.add_argument(
                 "--mask-token", type=int, help="id whose embedding stands for a draft (default: the last one)"

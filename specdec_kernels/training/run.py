@@ -37,7 +37,7 @@ from .trainer import train
 _SHAPING = {
     "kind", "target", "seed", "epochs", "learning_rate", "tokens_per_step", "held_out", "whole", "draft_vocab",
     "intermediate_size", "taps", "steps", "shared", "adapters", "layers", "hidden_size", "block_size", "markov_rank",
-    "mask_token", "bf16", "heads", "kv_heads",
+    "mask_token", "bf16", "heads", "kv_heads", "blocks",
 }  # fmt: skip
 
 _DRAFTERS: dict[str, Any] = {
@@ -68,7 +68,7 @@ def build(options, target, draft_ids: list[int] | None) -> tuple[nn.Module, tupl
         if options.intermediate_size is not None:
             keys["intermediate_size"] = options.intermediate_size
         dspark = DSparkPart(target, draft_ids=draft_ids, **keys)
-        return DSparkTraining(dspark), dspark.taps
+        return DSparkTraining(dspark, blocks=options.blocks), dspark.taps
     part = FlashSpecModel(target, shared=options.shared, adapters=options.adapters, **common)
     return FlashSpecTraining(part), part.taps
 
