@@ -281,6 +281,8 @@ def test_windows_and_causality(keys, windows, causal):
         ({"layer_types": SLIDING}, "sliding_window must be an int >= 1, got None"),
         ({"logit_scale": 0}, "logit_scale must be a number > 0, got 0"),
         ({"hidden_size": "many"}, "not a Qwen3 config"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of the 4 heads, got 3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be an int >= 1, got 0"),
     ],
 )
 def test_configs_that_are_refused(keys, message):

@@ -97,6 +97,8 @@ def test_normalisers_are_those_of_each_text():
     part = DSparkPart(
         model, draft_ids=range(0, 40), mask_token_id=63, block_size=4, markov_rank=4, target_layer_ids=[0]
     )
+    with pytest.raises(ValueError, match="train dspark: blocks must be >= 1, got 0"):
+        DSparkTraining(part, blocks=0)
     kept = DSparkTraining(part).eval()
     for chosen in ([0, 1, 2], [2, 0], [3, 1]):
         batch = text_batch(chosen)

@@ -87,6 +87,9 @@ class DSparkConfig:
             raise ValueError(f"DSpark config: not a Qwen3 config: {error}") from error
         # Block and context are masked explicitly; paged and flash implementations of the target's are not meant here.
         backbone._attn_implementation = "sdpa"
+        heads = _int("num_attention_heads", backbone.num_attention_heads, 1)
+        if heads % _int("num_key_value_heads", backbone.num_key_value_heads, 1):
+            _fail("num_key_value_heads", f"a divisor of the {heads} heads", backbone.num_key_value_heads)
         vocab = _int("vocab_size", backbone.vocab_size, 1)
         mask = next((v for v in (keys(name) for name in _MASK_KEYS) if v is not None), None)
         layers, (windows, causal) = _target_layers(raw), _attention(raw, keys, backbone)

@@ -126,6 +126,8 @@ class DSparkTraining(PartTraining):
 
     def __init__(self, part: DSparkPart, *, blocks: int = 24):
         super().__init__(part)
+        if blocks < 1:
+            raise ValueError(f"train dspark: blocks must be >= 1, got {blocks}")
         self.blocks = blocks
         self._log_norms: dict[int, Tensor] = {}
 
