@@ -50,13 +50,11 @@ def test_slots_read_the_last_token_and_the_anchor(heads, kv_heads):
     batch, end = data[5], 25
     seen = {}
     attention = model.layers[0].self_attn
-    attention.register_forward_hook(lambda module, args, kwargs, out: seen.update(out=out[0]), with_kwargs=True)
     model.config.backbone._attn_implementation = "eager"  # gives its weights
-    hook = attention.register_forward_hook(lambda module, args, out: seen.update(weights=out[1]))
+    attention.register_forward_hook(lambda module, args, out: seen.update(out=out[0], weights=out[1]))
     with torch.no_grad():
         model.forward_blocks(batch.states[:2, :end], batch.tokens[:2], torch.full((2, 1), end))
         context = model.context(batch.states[:2, :end])
-    hook.remove()
     weights = seen["weights"]  # [B, heads, SLOTS, context + SLOTS]
     anchors = kv_heads // 4 * (heads // kv_heads)
     recent = weights[:, : heads - anchors]
