@@ -39,7 +39,8 @@ def start_attention(model: DSparkModel, batches: FeatureBatches) -> None:
     group, anchors = queries // keys, keys // 4
 
     model.fc.weight.mul_(0.3)[:, -last:].add_(torch.eye(size, last, device=device))
-    chosen = [batches[i * len(batches) // _BATCHES] for i in range(min(_BATCHES, len(batches)))]
+    count = min(_BATCHES, len(batches))
+    chosen = [batches[i * len(batches) // count] for i in range(count)]
     real = [torch.arange(b.tokens.shape[1]) < b.lengths[:, None] for b in chosen]
     context = torch.cat([model.context(b.states.to(device))[r.to(device)] for b, r in zip(chosen, real, strict=True)])
     tokens = torch.cat([b.tokens[r] for b, r in zip(chosen, real, strict=True)]).to(device)

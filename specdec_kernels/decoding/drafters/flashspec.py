@@ -24,8 +24,8 @@ class FlashSpecModel(DraftPart):
         h + W2 silu(W1 h),  W1 [H / 2, H],  W2 [H, H / 2]
 
     in front of a norm and the target's LM head. Embedding, shared layers and LM head are the target's own, in the same storage and
-    frozen, so that the drafter reads the very states that the target's layer `shared` gives. It starts as the
-    target without its last layers: the adapters are copies of those behind the shared ones, W2 is 0.
+    frozen, so that the drafter reads the very states that the target's layer `shared` gives. It starts as the target
+    without its last layers: the adapters are copies of those behind the shared ones, W2 is 0.
 
     Args:
         target: a transformers causal LM.
